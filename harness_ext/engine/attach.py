@@ -1,0 +1,165 @@
+"""Gives lm_eval's models the request type `prompt_states`, and checks models before a run starts.
+
+lm_eval hands all requests of one type to `getattr(lm, request_type)` in one call. `attach` adds that method to lm_eval's
+base class LM, when our tasks are imported; a model that exists by then has it too. Transformers models (`--model hf` and
+its relatives) answer with the engine. Any other model answers label words by its own `loglikelihood`, one request a word,
+and has no states: `attach` also wraps `lm_eval.evaluator.evaluate`, which is where the model and the tasks are first known
+together, so that a task that needs states stops there, before any model work. The wrapper adds what the engine did to the
+results as `results["harness_ext"]`.
+
+The other place that patches lm_eval is `harness_ext.plugin`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM, CachingLM
+
+from harness_ext import __version__
+from harness_ext.contracts import PromptRequest, PromptStates
+
+__all__ = ["REQUEST_TYPE", "attach", "gives_states"]
+
+logger = logging.getLogger("lm_eval.harness_ext.engine")
+
+REQUEST_TYPE = "prompt_states"
+
+SUMMARIES = "_harness_ext_summaries"
+"""Attribute of a model: what the engine did for it in the current run."""
+
+CPU_TOKENS = 4096
+GPU_TOKENS = 16384
+ROWS_TOKENS = 65536
+"""Tokens in a batch: on the CPU and on an accelerator with `--batch_size auto`, and at most when N rows are asked for."""
+
+
+def attach() -> None:
+    """Patch lm_eval; calling it again changes nothing."""
+    if getattr(LM, REQUEST_TYPE, None) is prompt_states:
+        return
+    setattr(LM, REQUEST_TYPE, prompt_states)
+    evaluator.evaluate = _checked(evaluator.evaluate)
+
+
+def gives_states(lm: Any) -> bool:
+    """Whether a model is a causal transformers model in this process, so that f(s) can be read."""
+    if isinstance(lm, CachingLM):
+        lm = lm.lm
+    # Not imported here: lm_eval imports it only for models that need it, and it costs seconds.
+    huggingface = sys.modules.get("lm_eval.models.huggingface")
+    if huggingface is None or not isinstance(lm, huggingface.HFLM) or getattr(lm, "backend", None) != "causal":
+        return False
+    head = getattr(lm.model, "get_output_embeddings", None)
+    return head is not None and head() is not None
+
+
+def prompt_states(lm: LM, requests: Sequence[Instance]) -> list[PromptStates]:
+    """Answer requests of arguments (context, `PromptRequest.to_argument()`); becomes a method of lm_eval's LM."""
+    contexts = [request.args[0] for request in requests]
+    asked = [PromptRequest.from_argument(request.args[1]) for request in requests]
+    if gives_states(lm):
+        return _answer_with_engine(lm, requests, contexts, asked)
+    for request, what in zip(requests, asked, strict=True):
+        if what.features:
+            raise _no_states(lm, str(request.task_name))
+    return _answer_with_loglikelihood(lm, contexts, asked)
+
+
+def _answer_with_engine(
+    lm: Any, instances: Sequence[Instance], contexts: list[str], asked: list[PromptRequest]
+) -> list[PromptStates]:
+    from harness_ext.engine.answer import answer_requests
+    from harness_ext.engine.fingerprint import model_fingerprint
+    from harness_ext.engine.forward import LastStateModel
+    from harness_ext.engine.store import FeatureStore, cache_root
+    from harness_ext.engine.tokens import PromptEncoder
+
+    root = cache_root()
+    fingerprint = None if root is None else model_fingerprint(lm.model, autocast_dtype=lm.mixed_precision_dtype)
+    store = None
+    if root is not None and fingerprint is not None:
+        name = lm.pretrained if isinstance(lm.pretrained, str) else type(lm.model).__name__
+        dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+        store = FeatureStore(root, fingerprint, description=f"{name} ({dtype})")
+
+    automatic = str(lm.batch_size).startswith("auto")
+    on_cpu = lm.device.type == "cpu"
+    answers, summary = answer_requests(
+        contexts,
+        asked,
+        model=LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype),
+        encoder=PromptEncoder(
+            lm.tokenizer,
+            max_length=lm.max_length,
+            add_special_tokens=lm.add_bos_token,
+            prefix_token_id=lm.prefix_token_id,
+        ),
+        store=store,
+        max_rows=lm.max_batch_size if automatic else int(lm.batch_size),
+        max_tokens=(CPU_TOKENS if on_cpu else GPU_TOKENS) if automatic else ROWS_TOKENS,
+        # A task's first request of a document is the document; further ones, such as the bare template, are its context.
+        documents=[int(instance.idx == 0) for instance in instances],
+        progress=lm.rank == 0,
+    )
+    logger.info("%s", summary)
+    getattr(lm, SUMMARIES, []).append(summary.to_dict() | {"model_fingerprint": fingerprint})
+    return answers
+
+
+def _answer_with_loglikelihood(lm: LM, contexts: list[str], asked: list[PromptRequest]) -> list[PromptStates]:
+    from hashlib import blake2b
+
+    pairs = list(
+        dict.fromkeys(
+            (context, word) for context, request in zip(contexts, asked, strict=True) for word in request.continuations
+        )
+    )
+    instances = [
+        Instance("loglikelihood", doc={}, arguments=pair, idx=i, metadata=("harness_ext", i, 1))
+        for i, pair in enumerate(pairs)
+    ]
+    scores = {pair: float(score) for pair, (score, _) in zip(pairs, lm.loglikelihood(instances), strict=True)}
+    return [
+        PromptStates(
+            key=blake2b(context.encode(), digest_size=16).hexdigest(),
+            log_probs=tuple(scores[context, word] for word in request.continuations),
+        )
+        for context, request in zip(contexts, asked, strict=True)
+    ]
+
+
+def _no_states(lm: Any, task: str) -> TypeError:
+    return TypeError(
+        f"{task} needs the model's hidden states, which {type(lm).__name__} does not give. Expected a causal transformers "
+        "model: use --model hf --model_args pretrained=NAME_OR_FOLDER. On this model only natural_* tasks of harness_ext run."
+    )
+
+
+def _checked(evaluate: Any) -> Any:
+    """Wrap lm_eval's `evaluate`: check first, and say afterwards what the engine did."""
+
+    @functools.wraps(evaluate)
+    def checked(lm: Any, task_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        tasks = task_dict.get("tasks", task_dict)
+        for name, task in tasks.items():
+            if getattr(task, "NEEDS_STATES", False) and not gives_states(lm):
+                raise _no_states(lm, str(name))
+        model = lm.lm if isinstance(lm, CachingLM) else lm
+        summaries: list[dict[str, Any]] = []
+        setattr(model, SUMMARIES, summaries)
+        try:
+            results = evaluate(lm, task_dict, *args, **kwargs)
+        finally:
+            delattr(model, SUMMARIES)
+        if results is not None and summaries:
+            results["harness_ext"] = {"version": __version__, "passes": summaries}
+        return results
+
+    return checked

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import continuation_log_prob, hidden_states, last_state
+from tiny import CONFIGS, tiny_model, tiny_tokenizer
+
+from harness_ext.contracts import Feature, PromptRequest
+from harness_ext.engine.answer import RunSummary, answer_requests
+from harness_ext.engine.forward import LastStateModel
+from harness_ext.engine.tokens import PromptEncoder
+
+TEXTS = (
+    "the film is good. This movie is",
+    "I hated it, all of it and then some more of it. It was",
+    "x",
+    "the good and the bad This movie is",
+)
+WORDS = (" great", " terrible", " gr", " outstanding work")
+SINGLE = (" the", " is", " movie", " ,")  # one token each
+FEATURES = (Feature(), Feature(1), Feature(0), Feature(-1, "mean"), Feature("last", "mean"))
+
+
+def run(model, requests=None, *, texts=TEXTS, max_rows: int | None = 3, max_length: int = 128):
+    requests = requests or [PromptRequest(WORDS, FEATURES)] * len(texts)
+    return answer_requests(
+        texts,
+        requests,
+        model=LastStateModel(model, device=torch.device("cpu")),
+        encoder=PromptEncoder(tiny_tokenizer(), max_length=max_length, add_special_tokens=None, prefix_token_id=0),
+        store=None,
+        max_rows=max_rows,
+        max_tokens=4096,
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def family(request: pytest.FixtureRequest):
+    model = tiny_model(request.param)
+    return model, run(model)[0]
+
+
+def test_states_are_those_of_separate_unpadded_forwards(family) -> None:
+    model, answers = family
+    tokenizer = tiny_tokenizer()
+    for text, answer in zip(TEXTS, answers, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        layers = hidden_states(model, ids)
+        final = last_state(model, ids)
+        expected = {
+            Feature(): final,
+            Feature(1): layers[1][-1],
+            Feature(0): layers[0][-1],
+            Feature(-1, "mean"): layers[-1].mean(0),
+        }
+        for feature, value in expected.items():
+            found = torch.from_numpy(answer.source.take([answer.row], feature)[0])
+            torch.testing.assert_close(found, value, atol=1e-4, rtol=1e-4, msg=f"{text!r}, {feature}")
+
+
+def test_log_probabilities_of_words_of_any_number_of_tokens(family) -> None:
+    """Soft-capping (Gemma-2), logit scale (Cohere), projections (OPT), windows and state spaces included."""
+    model, answers = family
+    tokenizer = tiny_tokenizer()
+    for text, answer in zip(TEXTS, answers, strict=True):
+        context = tokenizer(text)["input_ids"]
+        for word, found in zip(WORDS, answer.log_probs, strict=True):
+            continuation = tokenizer(text + word)["input_ids"][len(context) :]
+            assert found == pytest.approx(continuation_log_prob(model, context, continuation), abs=1e-4)
+
+
+@pytest.mark.parametrize("family_name", ["gpt2", "llama", "gemma2", "mamba"])
+def test_batch_size_changes_nothing(family_name: str) -> None:
+    model = tiny_model(family_name)
+    texts = [" ".join(["film"] * n) + " is" for n in (9, 1, 4, 4, 7, 2, 12, 3)]
+    requests = [PromptRequest(WORDS, (Feature(),))] * len(texts)
+    by_rows = {rows: run(model, requests, texts=texts, max_rows=rows)[0] for rows in (1, 3, 64, None)}
+    for rows, answers in by_rows.items():
+        for answer, reference in zip(answers, by_rows[1], strict=True):
+            assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-4), rows
+            assert answer.source.take([answer.row], Feature()) == pytest.approx(
+                reference.source.take([reference.row], Feature()), abs=1e-4
+            )
+
+
+def test_head_bias_is_part_of_the_readout() -> None:
+    model = tiny_model("llama")
+    head = model.lm_head
+    biased = torch.nn.Linear(head.in_features, head.out_features)
+    with torch.no_grad():
+        biased.weight.copy_(head.weight)
+        biased.bias.normal_(0.0, 3.0)
+    model.set_output_embeddings(biased)
+    context = tiny_tokenizer()(TEXTS[0])["input_ids"]
+    continuation = tiny_tokenizer()(TEXTS[0] + WORDS[0])["input_ids"][len(context) :]
+    found = run(model)[0][0].log_probs[0]
+    assert found == pytest.approx(continuation_log_prob(model, context, continuation), abs=1e-4)
+
+
+def test_half_precision_reads_out_in_float32() -> None:
+    """bfloat16 logits of magnitude 16 come in steps of 1/8; read out in float32, scores are those of the state itself."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    words = SINGLE[:2]
+    answers, _ = run(model, [PromptRequest(words, (Feature(),))] * len(TEXTS))
+    tokens = [tiny_tokenizer()(TEXTS[0] + word)["input_ids"][-1] for word in words]
+    for answer in answers:
+        state = torch.from_numpy(answer.source.take([answer.row], Feature())[0])
+        exact = (model.lm_head.weight.detach().float() @ state).log_softmax(-1)
+        assert answer.log_probs == pytest.approx([float(exact[token]) for token in tokens], abs=1e-4)
+
+
+def test_words_come_from_one_pass_over_distinct_prompts() -> None:
+    model = tiny_model("gpt2")
+    calls: list[int] = []
+    handle = model.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args[0] if args else kwargs["input_ids"]).numel()), with_kwargs=True
+    )
+    texts = [TEXTS[0]] * 5 + [TEXTS[1]] * 3
+    _, summary = run(model, [PromptRequest(SINGLE)] * 8, texts=texts, max_rows=64)
+    handle.remove()
+    assert isinstance(summary, RunSummary)
+    assert (summary.prompts, summary.distinct_prompts, summary.forwarded, summary.word_continuations) == (8, 2, 2, 0)
+    tokenizer = tiny_tokenizer()
+    assert summary.tokens == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS[:2])
+    # One padded batch, and the readout's single token.
+    assert calls == [summary.tokens + summary.padding, 1]
+
+
+def test_no_logits_of_the_whole_sequence_are_computed() -> None:
+    model = tiny_model("llama")
+    sizes: list[int] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
+    run(model, [PromptRequest(SINGLE)] * len(TEXTS))
+    handle.remove()
+    vocabulary = model.config.vocab_size
+    assert max(sizes) <= len(TEXTS) * vocabulary
+
+
+@pytest.mark.parametrize("layer", [3, -4, 99])
+def test_a_layer_that_does_not_exist(layer: int) -> None:
+    with pytest.raises(ValueError, match=r"hidden states 0 \(embedding\) to 2"):
+        run(tiny_model("gpt2"), [PromptRequest(features=(Feature(layer),))], texts=TEXTS[:1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_name_the_prompt_and_the_layer(bad: float) -> None:
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = bad
+    with pytest.raises(ValueError, match=r"(?s)film is good.*not finite \(layer last.*float32.*dtype="):
+        run(model, [PromptRequest(WORDS)], texts=TEXTS[:1])
+
+
+def test_a_cache_that_is_not_exact_is_noticed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ignores the positions it is given would be wrong after padding; the engine must see and correct it."""
+    model = tiny_model("gpt2")
+    expected = run(model)[0]
+    forward = model.transformer.forward
+
+    def ignores_positions(*args, **kwargs):
+        kwargs.pop("position_ids", None)
+        kwargs.pop("attention_mask", None)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.transformer, "forward", ignores_positions)
+    found = run(model)[0]
+    assert "does not continue padded prompts exactly" in caplog.text
+    for answer, reference in zip(found, expected, strict=True):
+        assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
+
+
+def test_out_of_memory_halves_the_batch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt2")
+    expected = run(model)[0]
+    forward = model.transformer.forward
+
+    def small_memory(*args, **kwargs):
+        tokens = args[0] if args else kwargs["input_ids"]
+        if tokens.shape[0] > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.transformer, "forward", small_memory)
+    found = run(model, max_rows=4)[0]
+    assert "does not fit the memory" in caplog.text
+    for answer, reference in zip(found, expected, strict=True):
+        assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
+
+
+def test_peft_adapters_count() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    plain = run(model)[0]
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    ).eval()
+    found = run(adapted)[0]
+    context = tiny_tokenizer()(TEXTS[0])["input_ids"]
+    continuation = tiny_tokenizer()(TEXTS[0] + WORDS[1])["input_ids"][len(context) :]
+    assert found[0].log_probs[1] == pytest.approx(continuation_log_prob(adapted, context, continuation), abs=1e-4)
+    assert abs(found[0].log_probs[1] - plain[0].log_probs[1]) > 1e-3
