@@ -1,0 +1,596 @@
+"""Find, render and check prompt templates: `prompts/<dataset>/<name>.jinja`, one file per prompt.
+
+    {%- set label_words = {"negative": ["terrible", "bad"], "positive": ["great", "good"]} -%}
+    {{ text }} This movie is
+
+A template sees the columns of one row of its dataset. `label_words` is read from the syntax tree, never computed, so
+that listing prompts runs none of them. A label word is scored as the continuation `" " + word` of the rendered text.
+
+Templates run in Jinja's sandbox, with limits on loops and output. That stops accidents and stray files, not an attacker
+who is set on filling the memory: read a template before you run it, as you would a task YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import hashlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+import jinja2.meta
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.runtime import Context
+
+from harness_ext import resources
+from harness_ext.contracts import Span
+
+__all__ = [
+    "PROMPTS_VARIABLE",
+    "Finding",
+    "Prompt",
+    "PromptError",
+    "Rendered",
+    "WordTokens",
+    "check_prompt",
+    "example_document",
+    "find_prompts",
+    "load_prompt",
+    "prompt_folders",
+    "tokenize_words",
+    "words_by_class",
+]
+
+PROMPTS_VARIABLE = "HARNESS_EXT_PROMPTS"
+"""Environment variable that names a folder of the user's own prompts, which is searched before the package's."""
+
+_SUFFIX = ".jinja"
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_BUDGET = "loop budget"  # a name in the rendering's context that, with its blank, no template can write
+_MAX_STEPS = 100_000  # the sandbox's own limit on one range(); here for all loops of a rendering together
+_MAX_CHARACTERS = 1_000_000  # the longest IMDb review has 13,704 characters
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+class PromptError(ValueError):
+    """A template cannot be read, or cannot be rendered for a document."""
+
+
+class Rendered(NamedTuple):
+    """A prompt for one document.
+
+    Attributes:
+        text: What the model reads.
+        document: Where the document stands in `text`; None where that is not one stretch of it.
+    """
+
+    text: str
+    document: Span | None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One template.
+
+    Attributes:
+        id: `dataset/name`, or the path it was loaded from where that lies in no prompt folder.
+        path: The file.
+        source: Its text, without the newline that ends the file.
+        label_words: Class name -> words that stand for it. Empty: the prompt serves probes only.
+        variables: The columns it uses.
+        digest: First 12 hexadecimal digits of the SHA-256 of `source`.
+    """
+
+    id: str
+    path: Path
+    source: str
+    label_words: Mapping[str, tuple[str, ...]] = field(hash=False)
+    variables: frozenset[str]
+    digest: str
+
+    def document_variable(self, doc: Mapping[str, Any]) -> str | None:
+        """Return the column that holds the document: the longest string among those that the template uses."""
+        strings = sorted(name for name in self.variables if isinstance(doc.get(name), str))
+        return max(strings, key=lambda name: len(doc[name]), default=None)
+
+    def render(self, doc: Mapping[str, Any]) -> Rendered:
+        """Render the prompt for `doc`, a mapping from column to value.
+
+        Raises:
+            PromptError: If a column is missing or null, or the template breaks a limit or fails.
+        """
+        text = self._text(doc)
+        return Rendered(text, self._document_span(doc, text))
+
+    def render_without_document(self, doc: Mapping[str, Any]) -> str:
+        """Render the prompt with an empty document and no leading white space, the premise of domain-conditional PMI.
+
+        For `{{ text }} This movie is` that is `This movie is`. Source: Holtzman et al. (2021), arXiv:2104.08315.
+        """
+        name = self.document_variable(doc)
+        return self._text(doc if name is None else {**doc, name: ""}).lstrip()
+
+    def _document_span(self, doc: Mapping[str, Any], text: str) -> Span | None:
+        """Put a marker where the document stands: what precedes and follows it is the template's own.
+
+        So the span is right under filters such as `trim`, which a search for the column's value would miss.
+        """
+        name = self.document_variable(doc)
+        if name is None:
+            return None
+        marker = next(chr(code) for code in _PRIVATE_USE if chr(code) not in text and chr(code) not in self.source)
+        try:
+            before, found, after = self._text({**doc, name: marker}).partition(marker)
+        except PromptError:  # the template needs more of its document than one character
+            return None
+        start, end = len(before), len(text) - len(after)
+        once = bool(found) and marker not in after
+        if not once or start > end or not text.startswith(before) or not text.endswith(after):
+            return None
+        return Span(start, end)
+
+    def _text(self, doc: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in _compile(self.source).generate({**doc, _BUDGET: _Budget(_MAX_STEPS)}):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MAX_CHARACTERS:
+                    raise _Refused(f"it renders to more than {_MAX_CHARACTERS:,} characters")
+        except jinja2.UndefinedError as err:
+            missing = ", ".join(repr(name) for name in sorted(self.variables - doc.keys()))
+            reason = f"the document has no column {missing}" if missing else str(err)
+            raise PromptError(f"{self.path}: {reason}. Its columns: {', '.join(sorted(doc))}.") from err
+        except Exception as err:  # whatever the template's own expressions raise
+            null = ", ".join(repr(name) for name in sorted(self.variables) if doc.get(name, "") is None)
+            hint = f" Null in this document: {null}." if null else ""
+            raise PromptError(f"{self.path}: cannot be rendered: {str(err).rstrip('.')}.{hint}") from err
+        return "".join(pieces)
+
+
+# ------------------------------------------------------------------------------------------------- find and load
+
+
+def prompt_folders() -> tuple[Path, ...]:
+    """Return the folders that hold prompts, in the order in which an id is looked up.
+
+    Raises:
+        NotADirectoryError: If the environment variable HARNESS_EXT_PROMPTS names no folder.
+    """
+    own = os.environ.get(PROMPTS_VARIABLE)
+    if not own:
+        return (resources.prompts_folder(),)
+    folder = Path(own).expanduser()
+    if not folder.is_dir():
+        raise NotADirectoryError(
+            f"{PROMPTS_VARIABLE}={own}: no such folder. Make it name a folder of <dataset>/<name>.jinja, or unset it."
+        )
+    return (folder, resources.prompts_folder())
+
+
+def find_prompts(pattern: str) -> tuple[str, ...]:
+    """Return the sorted ids that match a shell pattern such as `sst/*`, or the paths if it ends in `.jinja`.
+
+    Raises:
+        KeyError: If none matches; the message names the nearest ids.
+    """
+    if pattern.endswith(_SUFFIX):
+        path = Path(pattern).expanduser()
+        found = sorted(hit.as_posix() for hit in Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        if not found:
+            raise KeyError(f"{pattern}: no such file. A prompt of the package goes by its id, such as 'sst/it_was'.")
+        return tuple(found)
+    known = _known_ids()
+    matches = tuple(prompt_id for prompt_id in known if fnmatch.fnmatchcase(prompt_id, pattern))
+    if not matches:
+        raise _unknown(pattern, known)
+    return matches
+
+
+def load_prompt(prompt: str | Path) -> Prompt:
+    """Load a prompt by id (`sst/it_was`) or by a path that ends in `.jinja`.
+
+    Raises:
+        KeyError: If there is no such id; the message names the nearest ones.
+        FileNotFoundError: If there is no such file.
+        PromptError: If the name leads out of the prompt folders, or the file is no valid template.
+    """
+    name = str(prompt)
+    if not name.endswith(_SUFFIX):
+        return _parse(name, _locate(name))
+    path = Path(name).expanduser()
+    if not path.is_file():
+        as_id = "/".join(path.with_suffix("").parts[-2:])
+        hint = f" Did you mean the id {as_id!r}?" if as_id in _known_ids() else ""
+        raise FileNotFoundError(f"{name}: no such prompt file.{hint}")
+    resolved = path.resolve()
+    if any(resolved.parent.parent == folder.resolve() for folder in prompt_folders()):
+        return _parse(f"{resolved.parent.name}/{resolved.stem}", path)
+    return _parse(path.as_posix(), path)
+
+
+def _known_ids() -> list[str]:
+    files = (path for folder in prompt_folders() for path in folder.glob(f"*/*{_SUFFIX}"))
+    return sorted({f"{path.parent.name}/{path.stem}" for path in files})
+
+
+def _locate(prompt_id: str) -> Path:
+    if not _ID.fullmatch(prompt_id):
+        if "/" not in prompt_id or any(sign in prompt_id for sign in "*?["):
+            raise _unknown(prompt_id, _known_ids())
+        raise PromptError(
+            f"{prompt_id!r} is no prompt id. Expected dataset/name, such as 'sst/it_was', or a path to a .jinja file."
+        )
+    for folder in prompt_folders():
+        path = folder / f"{prompt_id}{_SUFFIX}"
+        if path.is_file():
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise PromptError(f"{path} leads out of {folder}, to {path.resolve()}. Put the file itself there.")
+            return path
+    raise _unknown(prompt_id, _known_ids())
+
+
+def _unknown(name: str, known: Sequence[str]) -> KeyError:
+    dataset = name.partition("/")[0]
+    siblings = [prompt_id for prompt_id in known if prompt_id.startswith(f"{dataset}/")]
+    same_name = [prompt_id for prompt_id in known if prompt_id.partition("/")[2] == name]
+    close = same_name or difflib.get_close_matches(name, siblings or known, n=3, cutoff=0.5)
+    if any(fnmatch.fnmatchcase(prompt_id, name) for prompt_id in known):
+        return KeyError(f"{name!r} is a pattern that several prompts may match; expected one id, such as {known[0]!r}.")
+    parts = [f"unknown prompt {name!r}."]
+    if close:
+        parts.append("Did you mean " + " or ".join(repr(prompt_id) for prompt_id in close) + "?")
+    if siblings:
+        parts.append(f"Prompts of {dataset}: {', '.join(siblings)}.")
+    else:
+        datasets = sorted({prompt_id.partition("/")[0] for prompt_id in known})
+        parts.append(f"Datasets with prompts: {', '.join(datasets)}.")
+    return KeyError(" ".join(parts))
+
+
+# ------------------------------------------------------------------------------------------------- parse
+
+
+class _Refused(RuntimeError):
+    """A template does what a prompt may not."""
+
+
+class _Budget:
+    """How many loop steps a rendering has left, all its loops together."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def spend(self) -> None:
+        self._steps -= 1
+        if self._steps < 0:
+            raise _Refused(f"its loops take more than {_MAX_STEPS:,} steps")
+
+
+@jinja2.pass_context
+def _bounded(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    budget = context[_BUDGET]
+    for item in items:
+        budget.spend()
+        yield item
+
+
+def _printable(value: Any) -> Any:
+    """Refuse what Jinja would print as `None` or as `<function …>`, for the model to read."""
+    if value is None:
+        raise _Refused("it prints a null value (None)")
+    if callable(value) and not isinstance(value, jinja2.Undefined):
+        raise _Refused(f"it prints a function, {getattr(value, '__name__', value)}")
+    return value
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox whose output depends on the template and the document alone, and is bounded."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(undefined=jinja2.StrictUndefined, finalize=_printable, keep_trailing_newline=True)
+        self.filters["_bounded"] = _bounded
+        del self.filters["random"], self.globals["lipsum"]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise _Refused("it uses **")
+        for sequence, times in ((left, right), (right, left)):
+            repeats = isinstance(sequence, str | list | tuple) and isinstance(times, int)
+            if repeats and len(sequence) * times > _MAX_CHARACTERS:
+                raise _Refused(f"it repeats a value to more than {_MAX_CHARACTERS:,} items")
+        return super().call_binop(context, operator, left, right)
+
+
+_ENVIRONMENT = _Environment()
+
+
+@functools.lru_cache(maxsize=1024)
+def _compile(source: str) -> jinja2.Template:
+    tree = _ENVIRONMENT.parse(source)
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = nodes.Filter(loop.iter, "_bounded", [], [], None, None, lineno=loop.lineno)
+    tree.set_environment(_ENVIRONMENT)
+    return _ENVIRONMENT.from_string(tree)
+
+
+def _parse(prompt_id: str, path: Path) -> Prompt:
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as err:
+        raise PromptError(f"{path}: not UTF-8 text ({err}). Save it as UTF-8.") from err
+    if len(source) > _MAX_CHARACTERS:
+        raise PromptError(f"{path}: {len(source):,} characters; a prompt has at most {_MAX_CHARACTERS:,}.")
+    source = source.removesuffix("\n")  # editors add it
+    try:
+        tree = _ENVIRONMENT.parse(source)
+        # Compiling finds unknown filters and tests, which parsing does not.
+        _compile(source)
+    except jinja2.TemplateSyntaxError as err:
+        raise PromptError(f"{path}, line {err.lineno}: {str(err.message).rstrip('.')}.") from err
+    except RecursionError as err:
+        raise PromptError(f"{path}: nested too deeply.") from err
+    other_files: tuple[type[nodes.Node], ...] = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+    for node in tree.find_all(other_files):
+        raise PromptError(
+            f"{path}, line {node.lineno}: a prompt is one self-contained file; include, import and extends are refused."
+        )
+    return Prompt(
+        id=prompt_id,
+        path=path,
+        source=source,
+        label_words=_read_label_words(tree, path),
+        variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
+        digest=hashlib.sha256(source.encode()).hexdigest()[:12],
+    )
+
+
+def _read_label_words(tree: nodes.Template, path: Path) -> dict[str, tuple[str, ...]]:
+    """Read `{% set label_words = {...} %}` without running the template; {} where there is none."""
+    form = '{%- set label_words = {"class": ["word", "word"], ...} -%}'
+
+    def error(node: nodes.Node, problem: str) -> PromptError:
+        return PromptError(f"{path}, line {node.lineno}: {problem}. Expected {form}, with literal strings.")
+
+    def is_ours(node: nodes.Node) -> bool:
+        return isinstance(node, nodes.Name) and node.name == "label_words"
+
+    for block in tree.find_all(nodes.AssignBlock):
+        if is_ours(block.target):
+            raise error(block, "label_words is set to a block of text")
+    found = [assign for assign in tree.find_all(nodes.Assign) if is_ours(assign.target)]
+    if not found:
+        return {}
+    if len(found) > 1:
+        raise error(found[1], "label_words is set twice")
+    assign, literal = found[0], found[0].node
+    if assign not in tree.body:
+        raise error(assign, "label_words is set inside a block")
+    if not isinstance(literal, nodes.Dict):
+        raise error(assign, "label_words is not a dictionary")
+
+    def string(node: nodes.Node, what: str) -> str:
+        if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
+            raise error(node, f"{what} is not a literal string")
+        return node.value
+
+    label_words: dict[str, tuple[str, ...]] = {}
+    for pair in literal.items:
+        name = string(pair.key, "a class name")
+        if name in label_words:
+            raise error(pair, f"class {name!r} occurs twice")
+        items = pair.value.items if isinstance(pair.value, nodes.List | nodes.Tuple) else [pair.value]
+        label_words[name] = tuple(string(item, f"a word of class {name!r}") for item in items)
+    return label_words
+
+
+# ------------------------------------------------------------------------------------------------- check
+
+
+class Finding(NamedTuple):
+    """What `check_prompt` has to say: an error makes scores wrong, a warning may, an info is good to know."""
+
+    severity: Literal["error", "warning", "info"]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.message}"
+
+
+class WordTokens(NamedTuple):
+    """How a label word continues a prompt.
+
+    Attributes:
+        label: The class.
+        word: The word, without the blank that precedes it.
+        ids: The tokens that follow those of the prompt.
+        clean: Whether the prompt's own tokens are left as they are.
+    """
+
+    label: str
+    word: str
+    ids: tuple[int, ...]
+    clean: bool
+
+
+def words_by_class(
+    prompt: Prompt, classes: Sequence[str], *, label_column: str | None = None
+) -> tuple[tuple[str, ...], ...]:
+    """Return the label words in the order of `classes`.
+
+    Raises:
+        PromptError: If a class has none, or `check_prompt` finds another error that needs no data to be seen.
+    """
+    if not prompt.label_words:
+        wanted = ", ".join(repr(name) for name in classes)
+        raise PromptError(f"{prompt.path}: sets no label_words, so it serves probes only. Add words for {wanted}.")
+    findings = check_prompt(prompt, classes=classes, label_column=label_column)
+    errors = [finding.message for finding in findings if finding.severity == "error"]
+    if errors:
+        raise PromptError(f"{prompt.path}: {'; '.join(errors)}.")
+    return tuple(prompt.label_words[name] for name in classes)
+
+
+def example_document(prompt: Prompt) -> dict[str, str]:
+    """Return a made-up document that has every column the prompt uses."""
+    return {name: f"an example of {name}" for name in prompt.variables}
+
+
+def tokenize_words(prompt: Prompt, encode: Callable[[str], Sequence[int]], *, context: str) -> tuple[WordTokens, ...]:
+    """Return how each label word tokenises after `context`, a rendering of the prompt.
+
+    Args:
+        encode: Text -> token ids, without a token that ends the text.
+    """
+    context_ids = tuple(encode(context))
+    result = []
+    for label, words in prompt.label_words.items():
+        for word in words:
+            ids = tuple(encode(f"{context} {word}"))
+            shared = _shared_prefix(context_ids, ids)
+            result.append(WordTokens(label, word, ids[shared:], clean=shared == len(context_ids)))
+    return tuple(result)
+
+
+def _shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def check_prompt(
+    prompt: Prompt,
+    *,
+    columns: Collection[str] | None = None,
+    classes: Sequence[str] | None = None,
+    label_column: str | None = None,
+    example: Mapping[str, Any] | None = None,
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> list[Finding]:
+    """Look for what silently ruins scores.
+
+    Args:
+        columns: The dataset's columns; None where they are not known.
+        classes: The dataset's class names; None where they are not known.
+        label_column: The column that holds the answer.
+        example: A document of the dataset; None for a made-up one.
+        encode: Text -> token ids, without a token that ends the text; None to leave tokens unchecked.
+    """
+    findings = list(_check_variables(prompt, columns, label_column))
+    findings += _check_classes(prompt, classes)
+    findings += _check_words(prompt)
+    try:
+        doc = example_document(prompt) if example is None else example
+        text, span = prompt.render(doc)
+        bare = prompt.render_without_document(doc)
+    except PromptError as err:
+        made_up = " (a made-up document)" if example is None else ""
+        return [*findings, Finding("error" if example is not None else "warning", f"{err}{made_up}")]
+    findings += _check_text(prompt, doc, text, span, bare)
+    if encode is not None:
+        findings += _check_tokens(tokenize_words(prompt, encode, context=text))
+    return findings
+
+
+def _check_variables(prompt: Prompt, columns: Collection[str] | None, label_column: str | None) -> Iterator[Finding]:
+    if not prompt.variables:
+        yield Finding("error", "no variable: every document gets the same prompt. Write {{ text }} or the like")
+    known = sorted(prompt.variables if columns is None else columns)
+    for name in sorted(prompt.variables - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        yield Finding("error", f"the dataset has no column {name!r}.{hint} Its columns: {', '.join(known)}")
+    for name in sorted(prompt.variables):
+        if name == label_column:
+            yield Finding("error", f"it shows the model the answer: {name!r} is the label column")
+        elif name.startswith("label"):
+            yield Finding("warning", f"it may show the model the answer: column {name!r}")
+
+
+def _check_classes(prompt: Prompt, classes: Sequence[str] | None) -> Iterator[Finding]:
+    if not prompt.label_words:
+        yield Finding("warning", "no label_words: natural tasks refuse it, probes can use it")
+        return
+    if classes is None:
+        return
+    extra = [name for name in prompt.label_words if name not in classes]
+    for name in classes:
+        if name not in prompt.label_words:
+            near = difflib.get_close_matches(name, extra, n=1)
+            hint = f" (is {near[0]!r} meant?)" if near else ""
+            yield Finding("error", f"no label words for class {name!r}{hint}")
+    for name in extra:
+        yield Finding("error", f"label words for {name!r}, which is no class. Classes: {', '.join(map(repr, classes))}")
+
+
+def _check_words(prompt: Prompt) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for label, words in prompt.label_words.items():
+        if not words:
+            yield Finding("error", f"class {label!r} has an empty list of words")
+        for word in words:
+            if not word.strip():
+                yield Finding("error", f"class {label!r} has an empty word")
+            elif word != word.strip():
+                yield Finding(
+                    "error", f"word {word!r} begins or ends in white space. The blank before it is added anyway"
+                )
+            if seen.setdefault(word, label) != label:
+                yield Finding("error", f"word {word!r} stands for two classes, {seen[word]!r} and {label!r}")
+        for word in sorted({word for word in words if words.count(word) > 1}):
+            yield Finding("error", f"class {label!r} has word {word!r} twice, so that it would count twice")
+
+
+def _check_text(prompt: Prompt, doc: Mapping[str, Any], text: str, span: Span | None, bare: str) -> Iterator[Finding]:
+    if text != text.rstrip():
+        yield Finding(
+            "error", "the prompt ends in white space, and the label word brings a blank of its own. Remove it"
+        )
+    if span is None and prompt.document_variable(doc) is not None:
+        yield Finding(
+            "warning", "the document is not one stretch of the prompt, so a prompt that is too long cannot be cut"
+        )
+    if span is not None and text[: span.start] != text[: span.start].lstrip():
+        yield Finding("warning", 'the prompt starts with white space. Write {%- set … -%}, with the "-", or {#- … -#}')
+    if not bare.strip():
+        yield Finding("warning", "nothing is left without the document: acc_pmi has no premise to condition on")
+
+
+def _check_tokens(words: Sequence[WordTokens]) -> Iterator[Finding]:
+    for label, word, ids, clean in words:
+        if not ids:
+            yield Finding("error", f"word {word!r} of {label!r} gives no token of its own after this prompt")
+        elif not clean:
+            yield Finding("warning", f"word {word!r} of {label!r} changes how the end of the prompt is tokenised")
+        elif len(ids) > 1:
+            yield Finding("info", f"word {word!r} of {label!r} is {len(ids)} tokens; the score is that of all of them")
+    for first, second in itertools.combinations([word for word in words if word.ids], 2):
+        pair = f"{first.word!r} ({first.label}) and {second.word!r} ({second.label})"
+        if first.word == second.word:
+            continue
+        if first.ids == second.ids:
+            yield Finding("error", f"{pair} are the same tokens: the model cannot tell them apart")
+        elif _shared_prefix(first.ids, second.ids) == min(len(first.ids), len(second.ids)):
+            yield Finding("warning", f"{pair}: one begins with all of the other, so its probability counts in both")
+    by_first_token: dict[int, list[WordTokens]] = {}
+    for entry in words:
+        if entry.ids:
+            by_first_token.setdefault(entry.ids[0], []).append(entry)
+    for token, alike in by_first_token.items():
+        if len({entry.label for entry in alike}) > 1:
+            named = ", ".join(f"{entry.word!r} ({entry.label})" for entry in alike)
+            yield Finding(
+                "warning",
+                f"words of different classes begin with the same token, {token}: {named}. Scores use all tokens, so "
+                "they are right; those of the first token alone would be wrong",
+            )
