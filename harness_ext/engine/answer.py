@@ -82,7 +82,8 @@ class StateTable:
     def __init__(self, sequences_of: Mapping[Feature, Sequence[int]], num_hidden_states: int) -> None:
         self._num_hidden_states = num_hidden_states
         self._position = {
-            feature: {sequence: i for i, sequence in enumerate(sequences)} for feature, sequences in sequences_of.items()
+            feature: {sequence: i for i, sequence in enumerate(sequences)}
+            for feature, sequences in sequences_of.items()
         }
         self._values: dict[Feature, np.ndarray] = {}
 
@@ -124,10 +125,7 @@ class _Pass:
         # For each request and continuation, the (sequence, token) pairs whose log-probabilities add up to its own.
         self.steps = [
             [
-                [
-                    (self._continued(prompt, context, word[:position]), token)
-                    for position, token in enumerate(word)
-                ]
+                [(self._continued(prompt, context, word[:position]), token) for position, token in enumerate(word)]
                 for word in encoded.continuations
             ]
             for prompt, context, encoded in zip(
@@ -176,7 +174,9 @@ class _Pass:
 
     def forward(self, batch: Batch) -> None:
         """Forward a batch; its states go to the store and to the tasks, its log-probabilities are read out."""
-        features = sorted({feature for sequence in batch.sequences for feature in self.features_wanted[sequence]}, key=str)
+        features = sorted(
+            {feature for sequence in batch.sequences for feature in self.features_wanted[sequence]}, key=str
+        )
         collected: dict[Feature, list[tuple[int, Tensor]]] = {}
         for part in _split_to_memory(self.model, batch, self.table.token_ids, features):
             for sequence, vectors in part.items():
@@ -206,7 +206,9 @@ class _Pass:
             found = self.model.log_probs(torch.stack([vector for _, vector in rows]), tokens)
             for (sequence, _), values in zip(rows, found, strict=True):
                 if bool(torch.isnan(values).any()):
-                    raise ValueError(f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}")
+                    raise ValueError(
+                        f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}"
+                    )
                 self.log_probs[sequence] = values.double().numpy()
         self._unread.clear()
 
@@ -228,7 +230,9 @@ class _Pass:
             PromptStates(
                 key=self.table.keys[prompt].hex(),
                 log_probs=tuple(
-                    float(sum(self.log_probs[sequence][self.tokens_wanted[sequence][token]] for sequence, token in word))
+                    float(
+                        sum(self.log_probs[sequence][self.tokens_wanted[sequence][token]] for sequence, token in word)
+                    )
                     for word in steps
                 ),
                 cut_tokens=encoded.cut_tokens,

@@ -38,7 +38,9 @@ def model_fingerprint(model: nn.Module, *, autocast_dtype: torch.dtype | None = 
             digest.update(f"{name}={tensor!r};".encode())
             continue
         if tensor.is_meta:
-            logger.warning("The weight %s is offloaded, so the model has no fingerprint and its states are not stored.", name)
+            logger.warning(
+                "The weight %s is offloaded, so the model has no fingerprint and its states are not stored.", name
+            )
             return None
         identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if identity not in seen:

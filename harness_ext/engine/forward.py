@@ -51,9 +51,7 @@ class LastStateModel:
         TypeError: If the model has no output embedding.
     """
 
-    def __init__(
-        self, model: nn.Module, *, device: torch.device, autocast_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, device: torch.device, autocast_dtype: torch.dtype | None = None) -> None:
         head = model.get_output_embeddings()
         if head is None:
             raise TypeError(f"{type(model).__name__}.get_output_embeddings() is None, so it has no f(s).")
@@ -91,7 +89,8 @@ class LastStateModel:
         rows = [token_ids[sequence] for sequence in batch.sequences]
         found, cache = self._forward(rows, features, use_cache=bool(batch.branches))
         result = {
-            sequence: {feature: found[feature][row] for feature in found} for row, sequence in enumerate(batch.sequences)
+            sequence: {feature: found[feature][row] for feature in found}
+            for row, sequence in enumerate(batch.sequences)
         }
         if batch.branches:
             result |= self._branch_states(batch, token_ids, cache)
@@ -239,7 +238,12 @@ class LastStateModel:
         return window is None or total_length <= window
 
     def _continue(
-        self, cache: Any, chunk: Sequence[Any], whole: Sequence[tuple[int, ...]], prefix_lengths: Sequence[int], padded: bool
+        self,
+        cache: Any,
+        chunk: Sequence[Any],
+        whole: Sequence[tuple[int, ...]],
+        prefix_lengths: Sequence[int],
+        padded: bool,
     ) -> Tensor | None:
         """f(s) of `whole`, whose beginnings are rows of the cache; None where that turns out not to be exact."""
         prefixes = [prefix_lengths[branch.row] for branch in chunk]
@@ -297,7 +301,11 @@ def _float32_head(head: nn.Module) -> Iterator[None]:
     Logits rounded to bfloat16 differ in steps of 1/16 at the usual magnitudes, so that different label words tie. Heads
     that are not plain linear layers (quantised, adapted, offloaded) are left as they are.
     """
-    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16) or hasattr(head, "_hf_hook"):
+    if (
+        type(head) is not nn.Linear
+        or head.weight.dtype not in (torch.bfloat16, torch.float16)
+        or hasattr(head, "_hf_hook")
+    ):
         yield
         return
 

@@ -176,7 +176,9 @@ class FeatureStore:
             return None  # merged by another process since it was listed
         except (OSError, SafetensorError, ValueError) as err:
             logger.warning(
-                "%s cannot be used (%s); its states are computed again. `harness-ext cache clear` removes it.", path, err
+                "%s cannot be used (%s); its states are computed again. `harness-ext cache clear` removes it.",
+                path,
+                err,
             )
             return None
         return keys, states
@@ -203,8 +205,8 @@ def _complete_file(path: Path) -> Iterator[Path]:
 
 
 def _checksum(keys: np.ndarray, states: np.ndarray) -> str:
-    digest = xxhash.xxh3_128(np.ascontiguousarray(keys))
-    digest.update(np.ascontiguousarray(states))
+    digest = xxhash.xxh3_128(np.ascontiguousarray(keys).data)
+    digest.update(np.ascontiguousarray(states).data)
     return digest.hexdigest()
 
 

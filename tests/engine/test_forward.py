@@ -152,7 +152,9 @@ def test_states_that_are_not_finite_name_the_prompt_and_the_layer(bad: float) ->
         run(model, [PromptRequest(WORDS)], texts=TEXTS[:1])
 
 
-def test_a_cache_that_is_not_exact_is_noticed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_not_exact_is_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that ignores the positions it is given would be wrong after padding; the engine must see and correct it."""
     model = tiny_model("gpt2")
     expected = run(model)[0]

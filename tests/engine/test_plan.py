@@ -39,7 +39,7 @@ def test_a_root_is_a_proper_prefix(ids: list[int]) -> None:
     if ids == [1, 2]:  # known already: nothing to continue
         assert table.add(ids, root=prompt) == prompt
         return
-    with pytest.raises(ValueError, match="prefix|at least one token"):
+    with pytest.raises(ValueError, match=r"prefix|at least one token"):
         table.add(ids, root=prompt)
 
 

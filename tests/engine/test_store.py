@@ -204,7 +204,9 @@ def test_fingerprint_changes_with_dtype_config_and_adapter() -> None:
     model.config.rms_norm_eps = 1e-6
     peft = pytest.importorskip("peft")
     for alpha in (8, 16):
-        adapted = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]))
+        adapted = peft.get_peft_model(
+            tiny_model("llama"), peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
+        )
         prints.add(model_fingerprint(adapted))
     assert None not in prints
     assert len(prints) == 6
@@ -213,6 +215,7 @@ def test_fingerprint_changes_with_dtype_config_and_adapter() -> None:
 # ------------------------------------------------------------------------------------------------- whole passes
 
 TEXTS = [f"film number {i} This movie is" for i in range(12)]
+F_ONLY = [PromptRequest(features=(F,))] * len(TEXTS)
 REQUESTS = [PromptRequest((" great", " outstanding"), (Feature(), Feature(1)))] * len(TEXTS)
 
 
@@ -280,7 +283,7 @@ def slow(*args, **kwargs):
     time.sleep(0.2)
     return forward(*args, **kwargs)
 model.transformer.forward = slow
-test_store.run(Path(sys.argv[1]), model=model, requests=[test_store.PromptRequest(features=(test_store.F,))] * len(test_store.TEXTS))
+test_store.run(Path(sys.argv[1]), model=model, requests=test_store.F_ONLY)
 """
 
 
@@ -296,7 +299,7 @@ def test_a_killed_run_loses_at_most_its_last_batch(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    _, summary = run(tmp_path, requests=[PromptRequest(features=(F,))] * len(TEXTS))
+    _, summary = run(tmp_path, requests=F_ONLY)
     # Three batches of two were complete when the fourth began.
     assert summary.from_store == 6
     assert summary.forwarded == len(TEXTS) - 6

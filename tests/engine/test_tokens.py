@@ -64,7 +64,7 @@ def test_an_empty_prompt_is_bos() -> None:
 
 
 def test_an_empty_prompt_without_bos_is_an_error() -> None:
-    with pytest.raises(ValueError, match="neither BOS nor EOS.*prefix_token_id"):
+    with pytest.raises(ValueError, match=r"neither BOS nor EOS.*prefix_token_id"):
         encoder(prefix=None).encode_requests([""], [PromptRequest((" great",))])
 
 
@@ -116,7 +116,7 @@ def test_a_prompt_that_fits_is_not_touched() -> None:
 
 def test_a_template_that_does_not_fit_is_an_error() -> None:
     text = "doc " + "template " * 60
-    with pytest.raises(ValueError, match="even without its document.*num_fewshot"):
+    with pytest.raises(ValueError, match=r"even without its document.*num_fewshot"):
         encoder(max_length=32).encode_requests([text], [PromptRequest(document=Span(0, 3))])
     with pytest.raises(ValueError, match="does not show which part of it is the document"):
         encoder(max_length=32).encode_requests([text], [PromptRequest()])

@@ -1,0 +1,333 @@
+"""What natural and probe tasks share: documents with labels, prompts, requests to the engine, metrics.
+
+A task is an ordinary lm_eval YAML: `doc_to_text` names the column of the document, `doc_to_target` the column of the label,
+`doc_to_choice` lists the classes in the order of the labels (or, for a column of strings, its values). Our own options live
+under `metadata`, the only key where lm_eval accepts what it does not know, so `--metadata` overrides them for one run:
+
+    prompt      id or path of the prompt template; a mapping from task name to prompt sets it task by task
+    eval_split  split to evaluate, instead of the YAML's
+    report      not an option: what the run found out about itself, written into the results JSON
+
+lm_eval calls, in this order: the constructor, `build_all_requests`, the engine with all tasks' requests, `apply_filters`
+(where a task sees all its answers at once), and `process_results` for each document.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import datasets
+import torch.distributed
+from lm_eval.api import samplers
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+
+from harness_ext import prompts
+from harness_ext.contracts import PromptRequest, PromptStates, Span
+from harness_ext.engine.attach import REQUEST_TYPE
+from harness_ext.tasks import metrics
+from harness_ext.tasks.data import LazySplits, open_dataset
+
+__all__ = ["PromptTask"]
+
+logger = logging.getLogger("lm_eval.harness_ext.tasks")
+
+HIDDEN_LABEL = -1
+
+
+class PromptTask(ConfigurableTask):
+    """Base of the tasks; see the module.
+
+    Raises:
+        ValueError: If the evaluated split has no labels, or labels that are not among the classes, or the YAML asks for a
+            metric that the task does not have.
+        KeyError: If the prompt does not exist.
+    """
+
+    NEEDS_STATES: ClassVar[bool] = False
+    """Whether the task needs f(s), which only transformers models give."""
+
+    METRICS: ClassVar[frozenset[str]] = frozenset()
+    """Metrics the task can compute, beside those of the `evaluate` library."""
+
+    def __init__(self, config: Mapping[str, Any], **kwargs: Any) -> None:
+        settings = {key: value for key, value in config.items() if key != "class"}
+        self._metadata: dict[str, Any] = dict(settings.get("metadata") or {})
+        self._metadata.pop("report", None)
+        settings["metadata"] = self._metadata
+        name = settings.get("task")
+        for key in ("doc_to_text", "doc_to_target", "dataset_path"):
+            if not isinstance(settings.get(key), str):
+                raise ValueError(f"{self._source()}: task {name!r} needs `{key}:`, found {settings.get(key)!r}.")
+        classes = settings.get("doc_to_choice")
+        if not isinstance(classes, list) or len(classes) < 2:
+            raise ValueError(
+                f"{self._source()}: task {name!r} needs `doc_to_choice:` with the names of at least two classes, in the "
+                f"order of the labels, found {classes!r}."
+            )
+        if (split := self._metadata.get("eval_split")) is not None:
+            settings["test_split"] = str(split)
+        self.classes: tuple[str, ...] = tuple(str(name) for name in classes)
+        self.text_column: str = settings["doc_to_text"]
+        self.label_column: str = settings["doc_to_target"]
+        self.template = self._load_template(str(name))
+        self._report: dict[str, Any] = {}
+        self._world_size = 1
+        settings["metric_list"] = self._complete_metrics(str(name), settings.get("metric_list"))
+        super().__init__(config=settings, **kwargs)
+        # lm_eval checks the configured output type against its own four, and counts padding by this attribute.
+        self.OUTPUT_TYPE = REQUEST_TYPE  # type: ignore[assignment]
+        self._bind_aggregations()
+        self._check_labels()
+
+    # ------------------------------------------------------------------------------------------------- options
+
+    def _source(self) -> str:
+        return str(self._metadata.get("config_source", "task config"))
+
+    def _load_template(self, task: str) -> prompts.Prompt | None:
+        """The prompt of this task; None where it goes without one."""
+        raise NotImplementedError
+
+    def _prompt_option(self, task: str) -> Any:
+        option = self._metadata.get("prompt")
+        return option.get(task) if isinstance(option, Mapping) else option
+
+    def _complete_metrics(self, task: str, entries: Any) -> list[dict[str, Any]]:
+        """Check `metric_list`, and give metrics of the `evaluate` library what lm_eval needs to accept them."""
+        result = []
+        for entry in entries or [{"metric": name} for name in ("acc", "macro_f1")]:
+            name = entry.get("metric")
+            if entry.get("hf_evaluate"):
+                entry = {"aggregation": "mean", "higher_is_better": True, **entry}
+            elif name not in self.METRICS:
+                raise ValueError(
+                    f"{self._source()}: task {task!r} has no metric {name!r}. It has {', '.join(sorted(self.METRICS))}, and "
+                    f"those of the evaluate library with `hf_evaluate: true`."
+                )
+            result.append(entry)
+        return result
+
+    def _bind_aggregations(self) -> None:
+        if "macro_f1" in self._metric_fn_list:
+            count = len(self.classes)
+            self._aggregation_list["macro_f1"] = functools.partial(metrics.macro_f1, num_classes=count)
+            # lm_eval gives a standard error to its own aggregations only; it reads ours from the metric of this name.
+            self._aggregation_list["macro_f1_stderr"] = functools.partial(metrics.macro_f1_stderr, num_classes=count)
+        for entry in self.config.metric_list or []:
+            if not entry.get("hf_evaluate"):
+                continue
+            name = entry["metric"]
+            compute = self._metric_fn_list[name]
+            if compute is None:
+                raise ValueError(
+                    f"{self._source()}: the evaluate library has no metric {name!r}, or could not load it; without internet "
+                    "give the path of its script."
+                )
+            self._aggregation_list[name] = functools.partial(
+                metrics.aggregate_evaluate_metric, name=name, compute=compute, options=self._metric_fn_kwargs[name]
+            )
+
+    # ----------------------------------------------------------------------------------------------- documents
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Open the dataset (lm_eval's hook); see `tasks.data`."""
+        pretrained = self._metadata.get("pretrained")
+        self.dataset: LazySplits = open_dataset(
+            self.config.dataset_path,
+            self.config.dataset_name,
+            pretrained=pretrained if isinstance(pretrained, str) else None,
+            options=dataset_kwargs,
+        )
+        self._report["data"] = self.dataset.source
+
+    @property
+    def eval_split(self) -> str:
+        """Name of the evaluated split."""
+        split = self.config.test_split or self.config.validation_split
+        if split is None:
+            raise ValueError(f"{self._source()}: needs `test_split:` or `validation_split:`.")
+        return str(split)
+
+    def fewshot_docs(self) -> None:
+        """No documents at start-up: lm_eval would list the whole training split, needed or not; see `sampler`."""
+        return
+
+    @functools.cached_property
+    def sampler(self) -> samplers.ContextSampler:
+        """Draws few-shot examples, the same ones as lm_eval would."""
+        chosen = self.fewshot_cfg.sampler
+        sampler = samplers.get_sampler(chosen) if isinstance(chosen, str) else chosen
+        return sampler(_Documents(lambda: ConfigurableTask.fewshot_docs(self)))
+
+    def label_of(self, doc: Mapping[str, Any]) -> int:
+        """Class index of a document, in 0..K-1.
+
+        Raises:
+            ValueError: If the label is hidden (-1) or none of the classes.
+        """
+        value = doc[self.label_column]
+        if isinstance(value, str) and value in self.classes:
+            return self.classes.index(value)
+        if isinstance(value, int) and 0 <= value < len(self.classes):
+            return int(value)
+        raise ValueError(
+            f"{self.config.dataset_path}: column {self.label_column!r} has {value!r}, expected 0 to {len(self.classes) - 1} "
+            f"or one of {', '.join(map(repr, self.classes))}. Correct `doc_to_choice` or `doc_to_target` in {self._source()}."
+        )
+
+    def _check_labels(self) -> None:
+        docs = self.eval_docs
+        name = f"{self.config.dataset_path}, split {self.eval_split!r}"
+        for column in (self.text_column, self.label_column):
+            if column not in docs.column_names:
+                raise ValueError(
+                    f"{name}: no column {column!r}, found {', '.join(docs.column_names)}. Correct `doc_to_text` and "
+                    f"`doc_to_target` in {self._source()}."
+                )
+        values = list(docs[self.label_column])
+        hidden = sum(value == HIDDEN_LABEL or value is None for value in values)
+        if hidden:
+            raise ValueError(
+                f"{name}: {hidden} of {len(values)} documents have no label ({HIDDEN_LABEL}), so nothing can be scored. "
+                f'Evaluate a split with labels: --metadata \'{{"eval_split": "validation"}}\'.'
+            )
+        for value in dict.fromkeys(values):
+            self.label_of({self.label_column: value})
+
+    def _check_document(self, doc: Mapping[str, Any], doc_id: int, split: str) -> None:
+        text = doc[self.text_column]
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"{self.config.dataset_path}, split {split!r}, document {doc_id}: column {self.text_column!r} is empty "
+                f"({text!r}), so there is nothing to evaluate. Leave it out with `process_docs:` in the task's YAML, or "
+                "choose other documents with --samples."
+            )
+
+    # ------------------------------------------------------------------------------------------------- prompts
+
+    def doc_to_text(self, doc: Mapping[str, Any], doc_to_text: Any = None) -> str:
+        """The prompt of a document, without few-shot examples (lm_eval's hook)."""
+        return self.template.render(doc).text if self.template is not None else str(doc[self.text_column])
+
+    def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> int:
+        """The class index of a document (lm_eval's hook)."""
+        return self.label_of(doc)
+
+    def doc_to_choice(self, doc: Mapping[str, Any], doc_to_choice: Any = None) -> list[str]:
+        """What answers few-shot examples, one string a class (lm_eval's hook)."""
+        return list(self.classes)
+
+    def build_all_requests(
+        self, *, cache_requests: bool = False, rewrite_requests_cache: bool = False, **kwargs: Any
+    ) -> None:
+        """Make the requests of the evaluated documents.
+
+        lm_eval's cache of requests knows neither template nor label words and would serve old prompts, so it is not used;
+        making the requests takes less time than reading that cache.
+        """
+        self._world_size = int(kwargs.get("world_size", 1))
+        super().build_all_requests(**kwargs)
+
+    def document_span(self, doc: Mapping[str, Any], context: str) -> Span | None:
+        """Where the document stands in a context that may hold few-shot examples and a chat template around the prompt."""
+        if self.template is not None:
+            text, span = self.template.render(doc)
+        else:
+            text = str(doc[self.text_column])
+            span = Span(0, len(text))
+        if span is None:
+            return None
+        # Chat templates trim what they are given. The evaluated prompt is the last occurrence: examples come before it.
+        for candidate in (text, text.strip()):
+            start = context.rfind(candidate)
+            if start >= 0:
+                shift = start - (len(text) - len(text.lstrip()) if candidate is not text else 0)
+                return Span(max(span.start + shift, start), min(span.end + shift, start + len(candidate)))
+        return None
+
+    def request(self, doc: Mapping[str, Any], context: str, idx: int, what: PromptRequest, **kwargs: Any) -> Instance:
+        """One request to the engine."""
+        return Instance(REQUEST_TYPE, doc=dict(doc), arguments=(context, what.to_argument()), idx=idx, **kwargs)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------------- results
+
+    def apply_filters(self) -> None:
+        """Run lm_eval's filters, then let the task look at all its answers together."""
+        super().apply_filters()
+        self._report["prompt"] = self._describe_prompt()
+        if "bypass" not in self._metric_fn_list:  # --predict_only
+            by_document: dict[int, list[Instance]] = {}
+            for instance in self._instances or []:
+                by_document.setdefault(int(instance.doc_id or 0), []).append(instance)
+            self.evaluate_answers(by_document)
+        self._metadata["report"] = self._report
+        self.config.metadata = self._metadata
+
+    def evaluate_answers(self, instances: Mapping[int, Sequence[Instance]]) -> None:
+        """Compute what needs all answers: instances by doc_id, in the order in which they were made."""
+        raise NotImplementedError
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        """Concatenate the values of all ranks, each of which has some of the documents; every rank must call this."""
+        if self._world_size == 1:
+            return values
+        of_ranks: list[list[Any]] = [[] for _ in range(self._world_size)]
+        torch.distributed.all_gather_object(of_ranks, values)
+        return [value for of_rank in of_ranks for value in of_rank]
+
+    def _describe_prompt(self) -> dict[str, Any] | None:
+        if self.template is None:
+            return None
+        return {
+            "id": self.template.id,
+            "digest": self.template.digest,
+            "template": self.template.source,
+            "label_words": {name: list(words) for name, words in self.template.label_words.items()},
+        }
+
+    def process_results(self, doc: Mapping[str, Any], results: Sequence[PromptStates]) -> dict[str, Any]:
+        """Items of the configured metrics for one document (lm_eval's hook)."""
+        if "bypass" in self._metric_fn_list:
+            return {}
+        items = self.metric_items(self.label_of(doc), results)
+        chosen = {}
+        for name in self._metric_fn_list:
+            if name in items:
+                chosen[name] = items[name]
+            elif name not in self.METRICS:  # of the evaluate library
+                chosen[name] = items["macro_f1"]
+            if name == "macro_f1":
+                chosen["macro_f1_stderr"] = items[name]
+        return chosen
+
+    def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
+        """Items of `METRICS` for a document with answers `results`; one that cannot be computed is left out."""
+        raise NotImplementedError
+
+
+class _Documents(Sequence[Mapping[str, Any]]):
+    """A split as a sequence that is loaded when it is first read; random.sample wants a sequence."""
+
+    def __init__(self, load: Callable[[], datasets.Dataset | Sequence[Mapping[str, Any]]]) -> None:
+        self._load = load
+
+    @functools.cached_property
+    def _rows(self) -> Any:
+        rows = self._load()
+        if rows is None:
+            raise ValueError("--num_fewshot needs `training_split:` or `fewshot_split:` in the task's YAML.")
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __bool__(self) -> bool:
+        # lm_eval asks `df or []`, which would load the split.
+        return True

@@ -1,0 +1,113 @@
+"""Where a task's documents come from: a local mirror, the folder of a model of the lab, or the Hugging Face Hub.
+
+`HARNESS_EXT_DATA` names a folder with `<org>/<name>/<split>.jsonl` or `.parquet`; a dataset that is there is read from
+there, any other from the Hub. Datasets of the organisation `harness_ext` belong to a synthetic language, and the folder of
+a model trained on it carries them under `data/`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+__all__ = ["DATA_VARIABLE", "LazySplits", "open_dataset"]
+
+DATA_VARIABLE = "HARNESS_EXT_DATA"
+
+OWN_ORGANISATION = "harness_ext"
+
+READERS = {".jsonl": "json", ".parquet": "parquet"}
+
+
+class LazySplits(Mapping[str, datasets.Dataset]):
+    """The splits of a dataset, each loaded when it is first asked for: zero-shot tasks never touch the training split.
+
+    Attributes:
+        source: Where the splits come from, for the results JSON.
+    """
+
+    def __init__(self, path: str, name: str | None, folder: Path | None, options: Mapping[str, Any]) -> None:
+        self._path, self._name, self._folder, self._options = path, name, folder, dict(options)
+        self._loaded: dict[str, datasets.Dataset] = {}
+        self.source = f"local folder {folder}" if folder is not None else f"Hugging Face Hub {path}"
+
+    def __getitem__(self, split: str) -> datasets.Dataset:
+        if split not in self._loaded:
+            self._loaded[split] = self._load_local(split) if self._folder is not None else self._load_hub(split)
+        return self._loaded[split]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def _load_local(self, split: str) -> datasets.Dataset:
+        assert self._folder is not None
+        for suffix, reader in READERS.items():
+            path = self._folder / f"{split}{suffix}"
+            if path.is_file():
+                try:
+                    return datasets.load_dataset(reader, data_files={split: str(path)}, split=split)
+                except (datasets.exceptions.DatasetGenerationError, ValueError) as err:
+                    raise ValueError(f"{path}: cannot be read as {reader} ({err.__cause__ or err}).") from err
+        found = ", ".join(sorted(path.name for path in self._folder.iterdir())) or "nothing"
+        raise FileNotFoundError(
+            f"{self._folder}: expected {split}.jsonl or {split}.parquet, found {found}. Add the file, or take the dataset "
+            f"from the Hub by unsetting {DATA_VARIABLE}."
+        )
+
+    def _load_hub(self, split: str) -> datasets.Dataset:
+        try:
+            return datasets.load_dataset(self._path, self._name, split=split, **self._options)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as err:
+            mirror = os.environ.get(DATA_VARIABLE)
+            where = (
+                f"{Path(mirror).expanduser() / self._path} does not exist and"
+                if mirror
+                else f"{DATA_VARIABLE} is not set and"
+            )
+            raise FileNotFoundError(
+                f"{self._path}, split {split!r}: {where} the Hub did not give it ({err}). Without internet, put "
+                f"{self._path}/{split}.jsonl (or .parquet) into a folder and set {DATA_VARIABLE} to that folder."
+            ) from err
+
+
+def open_dataset(
+    path: str, name: str | None, *, pretrained: str | None = None, options: Mapping[str, Any] | None = None
+) -> LazySplits:
+    """Find a dataset; nothing is loaded yet.
+
+    Args:
+        path: Its id on the Hub, such as `SetFit/sst2`.
+        name: Its configuration, or None.
+        pretrained: The evaluated model, which may be a folder of the lab.
+        options: Further arguments of `datasets.load_dataset`, for the Hub only.
+
+    Raises:
+        NotADirectoryError: If `HARNESS_EXT_DATA` names no folder.
+        FileNotFoundError: If a dataset of a synthetic language is asked for and the model's folder has none.
+    """
+    mirror = os.environ.get(DATA_VARIABLE)
+    if mirror:
+        root = Path(mirror).expanduser()
+        if not root.is_dir():
+            raise NotADirectoryError(
+                f"{DATA_VARIABLE}={mirror}: no such folder. Set it to a folder with <org>/<name>/<split>.jsonl, or unset it."
+            )
+        if (root / path).is_dir():
+            return LazySplits(path, name, root / path, {})
+    if path.startswith(f"{OWN_ORGANISATION}/"):
+        folder = Path(pretrained).expanduser() / "data" / path if pretrained else None
+        if folder is None or not folder.is_dir():
+            raise FileNotFoundError(
+                f"{path} is a dataset of a synthetic language and comes in the folder of a model trained on it: expected "
+                f"{folder or '<pretrained>/data/' + path}. Make one with `harness-ext demo` and evaluate it with --model hf "
+                "--model_args pretrained=FOLDER."
+            )
+        return LazySplits(path, name, folder, {})
+    return LazySplits(path, name, None, options or {})
