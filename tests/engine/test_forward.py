@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from oracles import continuation_log_prob, hidden_states, last_state
@@ -7,6 +9,7 @@ from tiny import CONFIGS, tiny_model, tiny_tokenizer
 
 from harness_ext.contracts import Feature, PromptRequest
 from harness_ext.engine.answer import RunSummary, answer_requests
+from harness_ext.engine.fingerprint import model_fingerprint
 from harness_ext.engine.forward import LastStateModel
 from harness_ext.engine.tokens import PromptEncoder
 
@@ -203,3 +206,36 @@ def test_peft_adapters_count() -> None:
     continuation = tiny_tokenizer()(TEXTS[0] + WORDS[1])["input_ids"][len(context) :]
     assert found[0].log_probs[1] == pytest.approx(continuation_log_prob(adapted, context, continuation), abs=1e-4)
     assert abs(found[0].log_probs[1] - plain[0].log_probs[1]) > 1e-3
+
+
+def test_weights_offloaded_to_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What `device_map` with too little memory does: weights come in for each module's call and leave again."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = run(tiny_model("llama"))[0]
+    model = tiny_model("llama")
+    accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    for answer, reference in zip(run(model)[0], expected, strict=True):
+        assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-5)
+    assert model_fingerprint(model) is None
+    assert "offloaded" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision(dtype: torch.dtype) -> None:
+    model = tiny_model("llama")
+    engine = LastStateModel(model, device=torch.device("cpu"), autocast_dtype=dtype)
+    answers, _ = answer_requests(
+        TEXTS,
+        [PromptRequest(WORDS, (Feature(),))] * len(TEXTS),
+        model=engine,
+        encoder=PromptEncoder(tiny_tokenizer(), max_length=128, add_special_tokens=None, prefix_token_id=0),
+        store=None,
+        max_rows=3,
+        max_tokens=4096,
+        progress=False,
+    )
+    exact = run(model)[0]
+    for answer, reference in zip(answers, exact, strict=True):
+        # Eight bits of mantissa through two blocks: right to a few per cent, and visibly not float32.
+        assert answer.log_probs == pytest.approx(reference.log_probs, rel=0.05, abs=0.2)
+        assert answer.log_probs != pytest.approx(reference.log_probs, abs=1e-6)

@@ -1,0 +1,316 @@
+"""The probe against scikit-learn's grid search, and what it does with awkward input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from harness_ext.evaluators import probe
+from harness_ext.evaluators.probe import DEFAULT_C_GRID, ProbeFit, fit_probe
+
+
+def features_and_labels(
+    num_rows: int, dim: int, num_classes: int, *, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Features with a decaying spectrum and noisy linear labels; every class has at least two rows."""
+    generator = np.random.default_rng(seed)
+    latent = generator.standard_normal((num_rows, dim)) / np.sqrt(np.arange(1, dim + 1))
+    logits = 3 * latent @ generator.standard_normal((dim, num_classes))
+    labels = (logits + generator.gumbel(size=logits.shape)).argmax(axis=1)
+    labels[: 2 * num_classes] = np.arange(2 * num_classes) % num_classes
+    return latent @ generator.standard_normal((dim, dim)) + generator.standard_normal(dim), labels
+
+
+@pytest.mark.parametrize(("num_classes", "dtype"), [(2, np.float32), (2, np.float64), (3, np.float32)])
+def test_grid_is_that_of_scikit_learn(num_classes: int, dtype: type) -> None:
+    features, labels = features_and_labels(400, 12, num_classes)
+    features = features.astype(dtype)
+    fit = fit_probe(features, labels, num_classes=num_classes, seed=3)
+    assert fit.cv_accuracy is not None
+    assert fit.cv_accuracy_stderr is not None
+    folds = StratifiedKFold(5, shuffle=True, random_state=3)
+    for index, c in enumerate(DEFAULT_C_GRID):
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=c, tol=1e-8, max_iter=2000))
+        accuracy = cross_val_score(model, features.astype(np.float64), labels, cv=folds)
+        # 0.1 points would be 0.4 of one document here, so equality.
+        assert fit.cv_accuracy[index] == pytest.approx(accuracy.mean(), abs=1e-9)
+        assert fit.cv_accuracy_stderr[index] == pytest.approx(accuracy.std(ddof=1) / np.sqrt(5), abs=1e-9)
+    assert fit.c == DEFAULT_C_GRID[int(np.argmax(fit.cv_accuracy))]
+
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=fit.c, tol=1e-9, max_iter=5000))
+    model.fit(features.astype(np.float64), labels)
+    np.testing.assert_allclose(fit.log_probabilities(features), model.predict_log_proba(features), atol=1e-4)
+    assert fit.training_accuracy == pytest.approx(model.score(features, labels))
+    assert fit.converged
+    assert fit.gradient_norm <= 1e-9
+    assert fit.num_cv_unconverged == 0
+    assert fit.num_folds == 5
+    assert fit.notes == ()
+    scale = model[0].scale_
+    np.testing.assert_allclose(fit.coefficients * scale, model[1].coef_, atol=1e-4 * np.abs(model[1].coef_).max())
+
+
+def test_large_problems_take_the_float32_path_to_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = features_and_labels(500, 20, 3)
+    expected = fit_probe(features, labels, num_classes=3, seed=0)
+    monkeypatch.setattr(probe, "_SMALL", 0)
+    monkeypatch.setattr(probe, "_LARGE", 0)
+    fit = fit_probe(features, labels, num_classes=3, seed=0)
+    assert fit.converged
+    assert fit.c == expected.c
+    # One document is 0.2 points.
+    np.testing.assert_allclose(fit.cv_accuracy, expected.cv_accuracy, atol=0.0021)
+    np.testing.assert_allclose(fit.log_probabilities(features), expected.log_probabilities(features), atol=2e-2)
+
+
+def test_scores_probabilities_and_predictions_agree() -> None:
+    for num_classes in (2, 4):
+        features, labels = features_and_labels(80, 5, num_classes)
+        fit = fit_probe(features, labels, num_classes=num_classes, seed=0)
+        scores, log_probabilities = fit.decision_scores(features), fit.log_probabilities(features)
+        assert scores.shape == log_probabilities.shape == (80, num_classes)
+        np.testing.assert_allclose(np.exp(log_probabilities).sum(axis=1), 1, rtol=1e-12)
+        gaps = log_probabilities - scores
+        np.testing.assert_allclose(gaps, np.broadcast_to(gaps[:, :1], gaps.shape), atol=1e-9)
+        np.testing.assert_array_equal(fit.predict(features), scores.argmax(axis=1))
+        assert (fit.predict(features) == labels).mean() == pytest.approx(fit.training_accuracy)
+        np.testing.assert_allclose(fit.decision_scores(features[3:4]), scores[3:4], rtol=1e-12)
+    assert fit.coefficients.shape == (4, 5)
+
+
+def test_of_equal_accuracies_the_strongest_penalty_wins() -> None:
+    features = np.concatenate([np.full((20, 2), -1.0), np.full((20, 2), 1.0)])
+    features += np.random.default_rng(0).normal(scale=0.01, size=features.shape)
+    fit = fit_probe(features, np.repeat([0, 1], 20), num_classes=2, c_grid=[10.0, 0.01, 1.0], seed=0)
+    assert fit.cv_accuracy == (1.0, 1.0, 1.0)
+    assert fit.c_grid == (0.01, 1.0, 10.0)
+    assert fit.c == 0.01
+    assert fit.cv_accuracy_stderr == (0.0, 0.0, 0.0)
+
+
+def test_scale_of_a_column_does_not_matter() -> None:
+    features, labels = features_and_labels(300, 10, 2)
+    fit = fit_probe(features, labels, num_classes=2, seed=0)
+    scaled = features.copy()
+    scaled[:, 4] *= 1000
+    other = fit_probe(scaled, labels, num_classes=2, seed=0)
+    assert other.converged
+    assert other.num_iterations < 100
+    assert other.cv_accuracy == fit.cv_accuracy
+    np.testing.assert_allclose(other.log_probabilities(scaled), fit.log_probabilities(features), atol=1e-5)
+
+
+def test_constant_duplicate_and_dependent_columns() -> None:
+    features, labels = features_and_labels(200, 6, 2)
+    total = features.sum(axis=1, keepdims=True)
+    features = np.concatenate([features, features[:, :3], total, np.full((200, 1), 0.1)], axis=1).astype(np.float32)
+    fit = fit_probe(features, labels, num_classes=2, seed=0)
+    assert fit.converged
+    np.testing.assert_allclose(fit.coefficients[:, :3], fit.coefficients[:, 6:9], atol=1e-6)
+    assert (fit.coefficients[:, -1] == 0).all()
+
+
+def test_one_huge_entry_spoils_no_other_column() -> None:
+    features, labels = features_and_labels(300, 10, 2)
+    features = np.concatenate([features, np.random.default_rng(1).standard_normal((300, 1))], axis=1)
+    without = fit_probe(features[:, :-1], labels, num_classes=2, seed=0)
+    features[17, -1] = 1e7
+    fit = fit_probe(features, labels, num_classes=2, seed=0)
+    assert fit.converged
+    assert fit.num_cv_unconverged == 0
+    # The column is noise: within two documents.
+    assert max(fit.cv_accuracy or ()) == pytest.approx(max(without.cv_accuracy or ()), abs=0.0067)
+
+
+def test_float32_is_left_where_it_would_lose_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside 1e10 the column's other entries are below float32's resolution, but the fold without it can use them."""
+    generator = np.random.default_rng(0)
+    labels = np.arange(100) % 2
+    features = (labels + 0.2 * generator.standard_normal(100))[:, np.newaxis]
+    features[17] = 1e10
+    expected = fit_probe(features, labels, num_classes=2, seed=0).cv_accuracy
+    assert max(expected or ()) > 0.55  # One fold is right, the others guess.
+    monkeypatch.setattr(probe, "_SMALL", 0)
+    assert fit_probe(features, labels, num_classes=2, seed=0).cv_accuracy == expected
+
+
+def test_a_large_mean_keeps_its_digits() -> None:
+    features, labels = features_and_labels(100, 4, 2)
+    shifted = (features + 3e5).astype(np.float32)
+    fit = fit_probe(shifted, labels, num_classes=2, seed=0)
+    expected = shifted.astype(np.float64) @ fit.coefficients.T + fit.intercept
+    np.testing.assert_allclose(np.diff(fit.decision_scores(shifted), axis=1), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_fewer_rows_than_dimensions(num_classes: int) -> None:
+    features, labels = features_and_labels(8 * num_classes, 500, num_classes)
+    features = features.astype(np.float32)
+    fit = fit_probe(features, labels, num_classes=num_classes, c_grid=[0.01, 1.0, 1e3], seed=0)
+    assert fit.converged
+    assert fit.num_cv_unconverged == 0
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=fit.c, solver="newton-cg", tol=1e-10, max_iter=5000))
+    model.fit(features.astype(np.float64), labels)
+    expected = model.decision_function(features.astype(np.float64))
+    scores = fit.decision_scores(features)
+    found = scores[:, 1] - scores[:, 0] if num_classes == 2 else scores - scores.mean(axis=1, keepdims=True)
+    if num_classes > 2:
+        expected = expected - expected.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())
+
+
+def test_four_rows() -> None:
+    fit = fit_probe(np.array([[0.0], [0.1], [1.0], [1.1]]), np.array([0, 0, 1, 1]), num_classes=2, seed=0)
+    assert fit.num_folds == 2
+    assert fit.training_accuracy == 1
+    assert fit.notes == ("2 folds instead of 5: class 0 has 2 training rows.",)
+
+
+def test_without_a_second_member_there_is_no_cross_validation() -> None:
+    features, labels = features_and_labels(30, 4, 2)
+    labels[:] = 0
+    labels[3] = 1
+    fit = fit_probe(features, labels, num_classes=2, seed=0)
+    assert (fit.c, fit.c_grid, fit.num_folds) == (1.0, (1.0,), 0)
+    assert fit.cv_accuracy is None
+    assert fit.cv_accuracy_stderr is None
+    assert "class 1 has one training row" in fit.notes[0]
+    assert fit.converged
+
+
+def test_features_that_say_nothing_give_the_prior() -> None:
+    for shape in ((40, 3), (40, 80)):
+        labels = np.arange(40) % 4 // 3  # 30 zeros, 10 ones
+        fit = fit_probe(np.ones(shape), labels, num_classes=2, seed=0)
+        np.testing.assert_allclose(np.exp(fit.log_probabilities(np.ones((1, shape[1])))), [[0.75, 0.25]], atol=1e-6)
+        assert fit.cv_accuracy == (0.75,) * 10
+
+
+def test_permuted_labels_give_chance() -> None:
+    """Fresh coin flips as test labels are right Binomial(4000, ½) often: five sigma, p < 1e-6."""
+    generator = np.random.default_rng(0)
+    features, labels = features_and_labels(300, 20, 2)
+    fit = fit_probe(features, generator.permutation(labels), num_classes=2, seed=0)
+    fresh = generator.standard_normal((4000, 20))
+    accuracy = (fit.predict(fresh) == generator.integers(0, 2, 4000)).mean()
+    assert abs(accuracy - 0.5) < 5 * 0.5 / np.sqrt(4000)
+
+
+def test_only_the_seed_decides_and_inputs_stay() -> None:
+    features, labels = features_and_labels(100, 5, 2)
+    before = features.copy()
+    state = np.random.get_state()[1].copy()  # type: ignore[index]
+    first = fit_probe(features, labels, num_classes=2, seed=1)
+    np.random.seed(5)
+    second = fit_probe(features, labels, num_classes=2, seed=1)
+    np.testing.assert_array_equal(first.coefficients, second.coefficients)
+    assert first.cv_accuracy == second.cv_accuracy
+    assert first.cv_accuracy != fit_probe(features, labels, num_classes=2, seed=2).cv_accuracy
+    np.testing.assert_array_equal(features, before)
+    np.random.set_state(("MT19937", state, 624, 0, 0.0))
+
+
+def test_all_but_the_arrays_is_plain_python() -> None:
+    features, labels = features_and_labels(60, 3, 3)
+    fit = fit_probe(features, labels, num_classes=3, seed=0)
+    fields = {field.name: getattr(fit, field.name) for field in dataclasses.fields(ProbeFit)}
+    assert fields.pop("coefficients").dtype == fields.pop("intercept").dtype == np.float64
+    assert json.loads(json.dumps(fields)) == {key: _listed(value) for key, value in fields.items()}
+    assert all(type(value) in (int, float, bool, tuple) for value in fields.values())
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_stopping_early_is_a_field_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = features_and_labels(200, 10, 2)
+    monkeypatch.setattr(probe, "_MAX_ITERATIONS", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = fit_probe(features, labels, num_classes=2, seed=0)
+    assert not fit.converged
+    assert fit.num_cv_unconverged > 0
+    assert any("cross-validation fits stopped" in note for note in fit.notes)
+    assert any("The fit stopped at a gradient" in note for note in fit.notes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.integers(2, 4),
+    st.integers(1, 12),
+    st.integers(2, 25),
+    st.sampled_from([np.float32, np.float64]),
+)
+def test_any_small_problem_is_solved(seed: int, num_classes: int, dim: int, extra: int, dtype: type) -> None:
+    """Few distinct values make rows equal, columns constant in a fold, and classes separable."""
+    generator = np.random.default_rng(seed)
+    labels = np.concatenate([np.arange(num_classes), generator.integers(0, num_classes, extra)])
+    features = generator.integers(0, 3, (len(labels), dim)).astype(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = fit_probe(features, labels, num_classes=num_classes, seed=seed)
+    assert fit.converged
+    assert fit.num_cv_unconverged == 0
+    assert np.isfinite(fit.log_probabilities(features)).all()
+    assert fit.cv_accuracy is None or all(0 <= accuracy <= 1 for accuracy in fit.cv_accuracy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"features": np.array([[0.0, 1.0], [np.nan, 0.0], [np.inf, 0.0]])},
+            r"features\[1, 0\] is nan, and 2 of 3 rows",
+        ),
+        ({"features": np.zeros(3)}, r"features has shape \(3,\)"),
+        ({"features": np.zeros((3, 0))}, r"features has shape \(3, 0\)"),
+        ({"labels": np.array([0, 1])}, r"labels has shape \(2,\); expected \(3,\)"),
+        ({"labels": np.array([0, 1, 2])}, r"labels\[2\] is 2, and 1 of 3 labels are outside 0..1"),
+        ({"labels": np.array([-1, -1, -1])}, "marks a split whose labels are hidden"),
+        ({"labels": np.array([0.0, 1.0, 0.0])}, "labels has dtype float64"),
+        ({"labels": np.array([1, 1, 1])}, "All 3 training labels are class 1"),
+        ({"labels": np.array([0, 1, 0]), "num_classes": 3}, "No training row has class 2"),
+        ({"num_classes": 1}, "at least two classes"),
+        ({"num_folds": 1}, "num_folds is 1; expected at least 2"),
+        ({"c_grid": []}, "at least one value of C"),
+        ({"c_grid": [1.0, 0.0]}, "at least one value of C"),
+        ({"c_grid": [1.0, float("inf")]}, "at least one value of C"),
+        ({"features": np.zeros((0, 2)), "labels": np.zeros(0, dtype=int)}, "no training rows"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"features": np.eye(3, 2), "labels": np.array([0, 1, 0]), "num_classes": 2, "seed": 0}
+    with pytest.raises(ValueError, match=message):
+        fit_probe(**{**arguments, **change})
+
+
+def test_scoring_other_features_is_an_error() -> None:
+    features, labels = features_and_labels(40, 3, 2)
+    fit = fit_probe(features, labels, num_classes=2, seed=0)
+    with pytest.raises(ValueError, match="features has 2 columns; this probe was fitted on 3"):
+        fit.predict(features[:, :2])
+    features[4, 1] = np.nan
+    with pytest.raises(ValueError, match=r"features\[4, 1\] is nan"):
+        fit.predict(features)
+
+
+def test_integers_and_half_precision_are_taken() -> None:
+    features, labels = features_and_labels(60, 3, 2)
+    half = features.astype(np.float16)
+    expected = fit_probe(half.astype(np.float32), labels, num_classes=2, seed=0)
+    np.testing.assert_array_equal(fit_probe(half, labels, num_classes=2, seed=0).coefficients, expected.coefficients)
+    assert fit_probe(np.round(features).astype(int), labels, num_classes=2, seed=0).converged
