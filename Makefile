@@ -1,0 +1,42 @@
+# make demo   trains a tiny model on a synthetic language and evaluates it; no network after the install
+# make test   the test suite
+# make lint   ruff and mypy
+# Each makes the virtual environment first, once, and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint install clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/harness-ext demo
+
+# One thread for each worker: two that use all cores each take longer than one after the other.
+test: $(VENV)/installed-dev
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+install: $(VENV)/installed
+
+# All in one call of pip, so that torch is the constrained release from the start.
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/installed
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist site

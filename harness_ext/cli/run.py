@@ -1,0 +1,57 @@
+"""`harness-ext run …`: lm_eval with our tasks, also where Python reads no `.pth` files (PYTHONPATH, `pip --target`)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+# A first argument that is one of these is lm_eval's own subcommand; anything else belongs to its `run`.
+_LM_EVAL_COMMANDS = ("run", "ls", "validate")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `run`. Its arguments are not parsed here: `main` puts them in `args.arguments` as they came."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "run",
+        help="lm_eval with our tasks, for installs in which `lm_eval` itself does not find them; takes its arguments",
+        add_help=False,
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run lm_eval in this process on `args.arguments` and return the status that `lm_eval` itself would have.
+
+    Raises:
+        FileNotFoundError: If the package has lost its task configs.
+    """
+    from harness_ext import plugin, resources
+
+    resources.task_configs_folder()  # raises, where discovery inside lm_eval would only leave our tasks out
+    plugin.install()
+
+    from lm_eval.__main__ import cli_evaluate
+
+    arguments = list(args.arguments)
+    if not arguments or arguments[0] not in _LM_EVAL_COMMANDS:
+        arguments.insert(0, "run")
+    saved = sys.argv
+    sys.argv = ["lm-eval", *arguments]  # lm_eval's parser reads nothing else
+    try:
+        cli_evaluate()
+    except SystemExit as done:
+        if done.code is None or isinstance(done.code, int):
+            return done.code or 0
+        print(done.code, file=sys.stderr)
+        return 1
+    except Exception:
+        # Not left to main: where `lm_eval` shows a traceback and status 1, so does this.
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.argv = saved
+    return 0
