@@ -9,16 +9,19 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from lm_eval.api.instance import Instance
-from sklearn.model_selection import train_test_split
 
 from harness_ext import prompts
 from harness_ext.contracts import LAST_LAYER, Feature, PromptRequest, PromptStates
-from harness_ext.evaluators.probe import ProbeFit, fit_probe
 from harness_ext.tasks.base import PromptTask, logger
+
+if TYPE_CHECKING:
+    from harness_ext.evaluators.probe import ProbeFit
+
+# scikit-learn takes a second to import, which natural tasks need not pay: it is imported where a probe is fitted.
 
 __all__ = ["ProbeOptions", "ProbeTask"]
 
@@ -213,6 +216,8 @@ class ProbeTask(PromptTask):
                     f"{where}: n_train is {options.n_train}, expected {len(self.classes)} to "
                     f"{len(labels) - len(self.classes)}, or {len(labels)} for all."
                 )
+            from sklearn.model_selection import train_test_split
+
             drawn, _ = train_test_split(
                 np.arange(len(labels)), train_size=options.n_train, stratify=labels, random_state=seed
             )
@@ -233,6 +238,8 @@ class ProbeTask(PromptTask):
 
     def evaluate_answers(self, instances: Mapping[int, Sequence[Instance]]) -> None:
         """Fit one probe for each seed, and predict."""
+        from harness_ext.evaluators.probe import fit_probe
+
         answers = {doc_id: of_document[0].resps[0] for doc_id, of_document in instances.items()}
         labels = {doc_id: self.label_of(of_document[0].doc) for doc_id, of_document in instances.items()}
         evaluated = [doc_id for doc_id in instances if doc_id >= 0]
