@@ -1,0 +1,1 @@
+"""Synthetic languages, one module each; a language is a frozen dataclass of explicit probability tables."""

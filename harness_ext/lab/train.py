@@ -1,0 +1,355 @@
+"""Train a small causal LM on documents, measure its loss, and save it as an ordinary Hugging Face folder.
+
+Source of the recipe: AdamW (Loshchilov and Hutter, 2019) with linear warmup and cosine decay.
+Known gaps: one objective (cross-entropy) and one algorithm; training cannot be resumed; documents are kept apart, so
+a model never sees two of them in one context, and few-shot prompts are new to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "LAB_FILE",
+    "SCHEMA_VERSION",
+    "Blocks",
+    "Loss",
+    "TrainConfig",
+    "TrainResult",
+    "cpu_threads",
+    "encode",
+    "pack",
+    "save",
+    "train",
+    "validation_loss",
+]
+
+LAB_FILE = "lab.json"
+SCHEMA_VERSION = 1
+"""Of `lab.json`."""
+
+_PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
+_IGNORED = -100
+
+
+class Blocks(NamedTuple):
+    """Documents laid end to end and cut into blocks of equal size.
+
+    Attributes:
+        tokens: int64 (n, block_size).
+        positions: int64 (n, block_size), the place of each token in its document as far as the block shows it: every
+            document, and every block, begins at 0.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train; tokens seen = steps * batch_size * block size.
+
+    Attributes:
+        steps: Number of optimizer steps, at least 1.
+        batch_size: Blocks in each step of one process, at least 1.
+        learning_rate: Peak of the schedule.
+        warmup: Fraction of the steps over which the rate rises linearly to its peak; a cosine then takes it to
+            `final_fraction` of the peak.
+        final_fraction: See `warmup`.
+        weight_decay: Decoupled; matrices only.
+        betas: Of AdamW.
+        max_grad_norm: The gradient is clipped to this norm.
+    """
+
+    steps: int
+    batch_size: int = 16
+    learning_rate: float = 4e-3
+    warmup: float = 0.04
+    final_fraction: float = 0.05
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1:
+            raise ValueError(f"steps and batch_size must be at least 1, got {self.steps} and {self.batch_size}")
+
+    def rate_factor(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0, as a fraction of its peak."""
+        warmup_steps = max(1, round(self.warmup * self.steps))
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = (step - warmup_steps) / max(1, self.steps - warmup_steps)
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What training did.
+
+    Attributes:
+        steps: Optimizer steps taken.
+        tokens: Tokens seen, all processes together.
+        losses: This process's training loss at every step, nats per token.
+        seconds: Wall time.
+    """
+
+    steps: int
+    tokens: int
+    losses: tuple[float, ...]
+    seconds: float
+
+
+class Loss(NamedTuple):
+    """Mean next-token cross-entropy in nats per token, its standard error over documents, and the tokens counted."""
+
+    value: float
+    stderr: float
+    tokens: int
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let torch use `count` CPU threads inside the block.
+
+    One thread makes a CPU result independent of the number of cores. For a model of width 64 it is also the safe choice:
+    threads wait for one another, and on a busy machine two reached a tenth to a half of the speed of one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def encode(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of each document, without special tokens."""
+    # Without `verbose=False` a document longer than the context gives a warning, but `pack` cuts it.
+    return tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def pack(documents: Iterable[Sequence[int]], *, end_of_text: int, block_size: int) -> Blocks:
+    """Lay documents end to end, each before an end of text, and cut the stream into blocks; the rest is left out.
+
+    Every second document also has an end of text in front, so that a model learns both to begin a document after one,
+    as its loss is measured, and to be given a document without one, as GPT-2 tokenizers encode a prompt.
+
+    Args:
+        documents: Token ids without special tokens.
+        end_of_text: The token between documents.
+        block_size: Tokens in a block.
+
+    Raises:
+        ValueError: If the documents do not fill one block.
+    """
+    parts = [
+        [end_of_text, *document, end_of_text] if number % 2 else [*document, end_of_text]
+        for number, document in enumerate(documents)
+    ]
+    stream = np.fromiter(chain.from_iterable(parts), dtype=np.int64)
+    num_blocks = len(stream) // block_size
+    if num_blocks == 0:
+        raise ValueError(f"expected at least {block_size} tokens to fill one block, got {len(stream)}")
+    starts = np.zeros(len(stream), dtype=np.int64)
+    first_tokens = np.cumsum([0, *(len(part) for part in parts[:-1])])
+    starts[first_tokens] = first_tokens
+    shape = (num_blocks, block_size)
+    starts = np.maximum.accumulate(starts)[: num_blocks * block_size].reshape(shape)
+    indices = np.arange(num_blocks * block_size).reshape(shape)
+    return Blocks(
+        tokens=stream[: num_blocks * block_size].reshape(shape),
+        positions=indices - np.maximum(starts, indices[:, :1]),
+    )
+
+
+def train(
+    model: PreTrainedModel, blocks: Blocks, config: TrainConfig, *, seed: int, show_progress: bool = True
+) -> TrainResult:
+    """Train `model` in place, each document seeing only itself.
+
+    The result depends on the model, the blocks, the configuration and `seed` alone, on a CPU to the last bit for a
+    given number of threads. No global RNG is read.
+
+    Args:
+        model: A causal LM in float32; accelerate chooses its device.
+        blocks: As `pack` gives them. They are shuffled, and again each time that all have been seen.
+        config: The recipe.
+        seed: Of the order of the blocks.
+        show_progress: Show a bar with tokens, rate, loss and time left on stderr.
+
+    Raises:
+        ValueError: If there are fewer blocks than one step takes.
+        FloatingPointError: If the loss stops being finite; the model is then spoilt.
+    """
+    accelerator = Accelerator()
+    blocks_per_step = config.batch_size * accelerator.num_processes
+    if len(blocks.tokens) < blocks_per_step:
+        raise ValueError(f"expected at least {blocks_per_step} blocks for one step, got {len(blocks.tokens)}")
+    loader = DataLoader(
+        TensorDataset(torch.from_numpy(blocks.tokens), torch.from_numpy(blocks.positions)),
+        batch_size=config.batch_size,
+        shuffle=True,
+        drop_last=True,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model, config.weight_decay),
+        lr=config.learning_rate,
+        betas=config.betas,
+        fused=accelerator.device.type in ("cpu", "cuda"),
+    )
+    # Not prepared: accelerate would step it once for each process.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.rate_factor)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    wrapped.train()
+    tokens_per_step = blocks_per_step * blocks.tokens.shape[1]
+    losses: list[float] = []
+    started = time.perf_counter()
+    with tqdm(
+        total=config.steps * tokens_per_step,
+        desc="Training",
+        unit="tok",
+        unit_scale=True,
+        mininterval=0.5,
+        disable=not (show_progress and accelerator.is_main_process),
+    ) as bar:
+        for step, (tokens, positions) in zip(range(config.steps), _cycle(loader), strict=False):
+            loss = _packed_loss(wrapped, tokens, positions)
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                raise FloatingPointError(
+                    f"the training loss became {losses[-1]} at step {step}; lower learning_rate "
+                    f"({config.learning_rate}) or raise warmup ({config.warmup})"
+                )
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(wrapped.parameters(), config.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update(tokens_per_step)
+    seconds = time.perf_counter() - started
+    model.eval()
+    return TrainResult(config.steps, config.steps * tokens_per_step, tuple(losses), seconds)
+
+
+@torch.no_grad()
+def validation_loss(
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], *, end_of_text: int, batch_size: int = 64
+) -> Loss:
+    """Return the loss on whole documents, each between two ends of text; the first is given, the second is counted.
+
+    This is the quantity that a language's entropy per token bounds from below.
+
+    Args:
+        model: A causal LM.
+        documents: Token ids without special tokens; at least 2 documents, for the standard error.
+        end_of_text: The token that opens and closes a document.
+        batch_size: Documents in each forward pass; it changes the result by rounding only.
+
+    Raises:
+        ValueError: If there are fewer than 2 documents, or one is longer than the model's context.
+    """
+    if len(documents) < 2:
+        raise ValueError(f"expected at least 2 documents, got {len(documents)}")
+    longest = 1 + max(len(document) for document in documents)
+    context = model.config.max_position_embeddings
+    if longest > context:
+        raise ValueError(f"the longest document has {longest} tokens with its end of text; the context is {context}")
+    model.eval()
+    by_length = sorted(range(len(documents)), key=lambda row: len(documents[row]))
+    nats = np.zeros(len(documents))
+    for start in range(0, len(by_length), batch_size):
+        rows = by_length[start : start + batch_size]
+        sequences = [torch.tensor([end_of_text, *documents[row], end_of_text]) for row in rows]
+        padded = pad_sequence(sequences, batch_first=True, padding_value=_IGNORED).to(model.device)
+        given, targets = padded[:, :-1], padded[:, 1:]
+        is_token = given != _IGNORED
+        logits = model(
+            input_ids=given.where(is_token, end_of_text), attention_mask=is_token.long(), use_cache=False
+        ).logits
+        losses = cross_entropy(
+            logits.cpu().double().transpose(1, 2), targets.cpu(), ignore_index=_IGNORED, reduction="none"
+        )
+        nats[rows] = losses.sum(dim=1).numpy()
+    lengths = np.array([len(document) + 1 for document in documents])
+    value = nats.sum() / lengths.sum()
+    # Delta method for the ratio of two means.
+    residuals = (nats - value * lengths) / lengths.mean()
+    stderr = residuals.std(ddof=1) / math.sqrt(len(documents))
+    return Loss(value=float(value), stderr=float(stderr), tokens=int(lengths.sum()))
+
+
+def save(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write an ordinary Hugging Face folder, and `record` as its `lab.json` with a schema version and package versions.
+
+    Args:
+        folder: Made if it does not exist.
+        model: Saved as safetensors.
+        tokenizer: Saved beside it.
+        record: JSON types and dataclasses.
+
+    Returns:
+        What `lab.json` holds.
+    """
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    versions = {package: version(package) for package in _PACKAGES}
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **record, "versions": versions}, indent=2, default=_to_json)
+    (folder / LAB_FILE).write_text(text + "\n", encoding="utf-8")
+    return json.loads(text)
+
+
+def _packed_loss(model: torch.nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Mean next-token loss of blocks in which a token attends to earlier tokens of its own document alone."""
+    starts = positions == 0
+    document = starts.cumsum(dim=1)
+    length = tokens.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    allowed = (document[:, :, None] == document[:, None, :]) & causal
+    # transformers takes an additive float mask of shape (batch, 1, length, length) as it is.
+    mask = torch.zeros(allowed.shape, device=tokens.device)
+    mask = mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)[:, None]
+    logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    # The end of a document does not tell how the next one begins.
+    targets = tokens.masked_fill(starts, _IGNORED)[:, 1:]
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED)
+
+
+def _cycle(loader: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
+    while True:
+        yield from loader
+
+
+def _parameter_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _to_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{LAB_FILE} cannot hold a {type(value).__name__}: {value!r}")
