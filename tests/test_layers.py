@@ -15,7 +15,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "harness_ext"
 # A module may import modules of a lower layer and of its own entry here, and nothing else of the package.
 LAYERS = (
     {"contracts", "resources"},
-    {"evaluators", "flatness", "engine.plan", "engine.store", "engine.tokens", "prompts", "plugin", "scaffold"},
+    {
+        "evaluators",
+        "flatness",
+        "engine.plan",
+        "engine.store",
+        "engine.tokens",
+        "engine.memory",
+        "prompts",
+        "plugin",
+        "scaffold",
+    },
     {"engine.forward", "engine.gradients", "engine.fingerprint"},
     {"engine.answer"},
     {"engine.attach"},

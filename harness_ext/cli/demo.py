@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     _print_results(evaluate(folder), record)
     print(
         "\nTo evaluate it by hand:\n"
-        f"  lm_eval --tasks {','.join(TASKS)} --model hf --model_args {shlex.quote(f'pretrained={folder}')}"
+        f"  lm_eval --tasks {','.join(TASKS)} --model hf --model_args {shlex.quote(f'pretrained={folder}')} "
+        "--batch_size auto"
     )
     return 0
 

@@ -258,6 +258,7 @@ def answer_requests(
     store: FeatureStore | None,
     max_rows: int | None,
     max_tokens: int,
+    batch_cost: int = 0,
     documents: Sequence[int] | None = None,
     progress: bool = True,
 ) -> tuple[list[PromptStates], RunSummary]:
@@ -271,6 +272,7 @@ def answer_requests(
         store: Where states are kept; None: nowhere.
         max_rows: Most sequences in a batch; None: no limit.
         max_tokens: Most tokens in a batch, padding included.
+        batch_cost: What one more batch costs, in tokens; see `plan.make_batches`.
         documents: How many documents each request completes, for the progress bar; None: one each.
         progress: Whether to show the bar.
 
@@ -290,7 +292,9 @@ def answer_requests(
     try:
         missing = work.look_up()
         lengths = [len(ids) for ids in table.token_ids]
-        batches = make_batches(lengths, table.roots, missing, max_rows=max_rows, max_tokens=max_tokens)
+        batches = make_batches(
+            lengths, table.roots, missing, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost
+        )
         total = sum(documents_of.values())
         left = sum(documents_of.get(sequence, 0) for sequence in missing)
         bar = tqdm(total=total, initial=total - left, unit="doc", desc="One pass", disable=not progress, smoothing=0.1)

@@ -94,6 +94,7 @@ def make_batches(
     *,
     max_rows: int | None,
     max_tokens: int,
+    batch_cost: int = 0,
 ) -> list[Batch]:
     """Group the missing sequences into batches, longest first, so that memory runs out in the first batch or never.
 
@@ -103,6 +104,8 @@ def make_batches(
         missing: The sequences to forward. A branch whose root is not missing is forwarded on its own.
         max_rows: Most sequences in a batch; None: only `max_tokens` counts.
         max_tokens: Most tokens in a batch, padding included. A longer sequence makes a batch of one.
+        batch_cost: What one more batch costs, in tokens. A batch ends early where filling it up with shorter sequences
+            would cost more than that in padding; 0: it never does.
 
     Returns:
         Batches in which every missing sequence occurs exactly once, as a sequence or as a branch.
@@ -120,16 +123,17 @@ def make_batches(
     tops.sort(key=lambda sequence: (-lengths[sequence], sequence))
 
     groups: list[list[int]] = []
-    for sequence in tops:
-        group = groups[-1] if groups else None
-        if (
-            group is None
-            or (max_rows is not None and len(group) >= max_rows)
-            or (len(group) + 1) * lengths[group[0]] > max_tokens
-        ):
-            groups.append([sequence])
-        else:
-            group.append(sequence)
+    for position, sequence in enumerate(tops):
+        if groups:
+            group = groups[-1]
+            longest = lengths[group[0]]
+            capacity = max_tokens // longest if max_rows is None else min(max_rows, max_tokens // longest)
+            room = min(capacity - len(group), len(tops) - position)
+            padding = room * (longest - lengths[sequence])
+            if room > 0 and (not batch_cost or padding <= batch_cost):
+                group.append(sequence)
+                continue
+        groups.append([sequence])
     return [
         Batch(
             tuple(group),

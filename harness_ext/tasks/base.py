@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
@@ -24,6 +25,7 @@ import torch.distributed
 from lm_eval.api import samplers
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness_ext import prompts
 from harness_ext.contracts import PromptRequest, PromptStates, Span
@@ -81,7 +83,6 @@ class PromptTask(ConfigurableTask):
         # lm_eval checks the configured output type against its own four, and counts padding by this attribute.
         self.OUTPUT_TYPE = REQUEST_TYPE  # type: ignore[assignment]
         self._bind_aggregations()
-        self._check_labels()
 
     # ------------------------------------------------------------------------------------------------- options
 
@@ -94,7 +95,16 @@ class PromptTask(ConfigurableTask):
 
     def _prompt_option(self, task: str) -> Any:
         option = self._metadata.get("prompt")
-        return option.get(task) if isinstance(option, Mapping) else option
+        if not isinstance(option, Mapping):
+            return option
+        return option[task] if task in option else self._prompt_of_yaml()
+
+    def _prompt_of_yaml(self) -> Any:
+        """The prompt of the YAML itself, which a mapping by `--metadata` has replaced."""
+        if not Path(self._source()).is_file():
+            return None
+        prompt = load_yaml(self._source(), resolve_func=False).get("metadata", {}).get("prompt")
+        return None if isinstance(prompt, Mapping) else prompt
 
     def _complete_metrics(self, task: str, entries: Any) -> list[dict[str, Any]]:
         """Check `metric_list`, and give metrics of the `evaluate` library what lm_eval needs to accept them."""
@@ -103,6 +113,11 @@ class PromptTask(ConfigurableTask):
             name = entry.get("metric")
             if entry.get("hf_evaluate"):
                 entry = {"aggregation": "mean", "higher_is_better": True, **entry}
+            elif name == "f1" and len(self.classes) > 2:
+                raise ValueError(
+                    f"{self._source()}: task {task!r} has {len(self.classes)} classes, and lm_eval's f1 is for two. Use "
+                    "`macro_f1`."
+                )
             elif name not in self.METRICS:
                 raise ValueError(
                     f"{self._source()}: task {task!r} has no metric {name!r}. It has {', '.join(sorted(self.METRICS))}, and "
@@ -113,14 +128,9 @@ class PromptTask(ConfigurableTask):
 
     def _bind_aggregations(self) -> None:
         if "macro_f1" in self._metric_fn_list:
-            count = len(self.classes)
-            self._aggregation_list["macro_f1"] = functools.partial(metrics.macro_f1, num_classes=count)
-            # lm_eval gives a standard error to its own aggregations only; it reads ours from the metric of this name.
-            self._aggregation_list["macro_f1_stderr"] = functools.partial(metrics.macro_f1_stderr, num_classes=count)
-        for entry in self.config.metric_list or []:
-            if not entry.get("hf_evaluate"):
-                continue
-            name = entry["metric"]
+            self._aggregation_list["macro_f1"] = metrics.MacroF1(len(self.classes))
+        self._of_evaluate = [entry["metric"] for entry in self.config.metric_list or [] if entry.get("hf_evaluate")]
+        for name in self._of_evaluate:
             compute = self._metric_fn_list[name]
             if compute is None:
                 raise ValueError(
@@ -143,6 +153,8 @@ class PromptTask(ConfigurableTask):
             options=dataset_kwargs,
         )
         self._report["data"] = self.dataset.source
+        # Here, since lm_eval's constructor goes on to try the first document, whatever its label.
+        self._check_labels()
 
     @property
     def eval_split(self) -> str:
@@ -180,8 +192,8 @@ class PromptTask(ConfigurableTask):
         )
 
     def _check_labels(self) -> None:
-        docs = self.eval_docs
         name = f"{self.config.dataset_path}, split {self.eval_split!r}"
+        docs = self.eval_docs
         for column in (self.text_column, self.label_column):
             if column not in docs.column_names:
                 raise ValueError(
@@ -201,6 +213,7 @@ class PromptTask(ConfigurableTask):
     def _check_document(self, doc: Mapping[str, Any], doc_id: int, split: str) -> None:
         text = doc[self.text_column]
         if not isinstance(text, str) or not text.strip():
+            doc_id = self._chosen[doc_id] if self._chosen else doc_id  # lm_eval numbers chosen documents from 0
             raise ValueError(
                 f"{self.config.dataset_path}, split {split!r}, document {doc_id}: column {self.text_column!r} is empty "
                 f"({text!r}), so there is nothing to evaluate. Leave it out with `process_docs:` in the task's YAML, or "
@@ -211,6 +224,8 @@ class PromptTask(ConfigurableTask):
 
     def doc_to_text(self, doc: Mapping[str, Any], doc_to_text: Any = None) -> str:
         """The prompt of a document, without few-shot examples (lm_eval's hook)."""
+        if doc[self.text_column] is None:
+            return ""  # refused, by its number, in `construct_requests`
         return self.template.render(doc).text if self.template is not None else str(doc[self.text_column])
 
     def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> int:
@@ -230,6 +245,7 @@ class PromptTask(ConfigurableTask):
         making the requests takes less time than reading that cache.
         """
         self._world_size = int(kwargs.get("world_size", 1))
+        self._chosen = sorted(set(kwargs.get("samples") or ()))
         super().build_all_requests(**kwargs)
 
     def document_span(self, doc: Mapping[str, Any], context: str) -> Span | None:
@@ -296,12 +312,10 @@ class PromptTask(ConfigurableTask):
         items = self.metric_items(self.label_of(doc), results)
         chosen = {}
         for name in self._metric_fn_list:
-            if name in items:
-                chosen[name] = items[name]
-            elif name not in self.METRICS:  # of the evaluate library
+            if name in self._of_evaluate:
                 chosen[name] = items["macro_f1"]
-            if name == "macro_f1":
-                chosen["macro_f1_stderr"] = items[name]
+            elif name in items:
+                chosen[name] = items[name]
         return chosen
 
     def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
@@ -326,7 +340,8 @@ class _Documents(Sequence[Mapping[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
+        # A slice of a Dataset is a mapping of columns.
+        return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[index]
 
     def __bool__(self) -> bool:
         # lm_eval asks `df or []`, which would load the split.

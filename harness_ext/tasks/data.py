@@ -53,8 +53,10 @@ class LazySplits(Mapping[str, datasets.Dataset]):
             if path.is_file():
                 try:
                     return datasets.load_dataset(reader, data_files={split: str(path)}, split=split)
-                except (datasets.exceptions.DatasetGenerationError, ValueError) as err:
-                    raise ValueError(f"{path}: cannot be read as {reader} ({err.__cause__ or err}).") from err
+                # datasets ends in a bare StopIteration where a file has no rows.
+                except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as err:
+                    reason = str(err.__cause__ or err) or "it has no rows"
+                    raise ValueError(f"{path}: cannot be read as {reader} ({reason}).") from err
         found = ", ".join(sorted(path.name for path in self._folder.iterdir())) or "nothing"
         raise FileNotFoundError(
             f"{self._folder}: expected {split}.jsonl or {split}.parquet, found {found}. Add the file, or take the dataset "

@@ -18,6 +18,7 @@ from harness_ext.evaluators import scores
 __all__ = [
     "MEAN_METRICS",
     "GoldAndPredictions",
+    "MacroF1",
     "aggregate_evaluate_metric",
     "aggregate_runs",
     "macro_f1",
@@ -55,6 +56,19 @@ def macro_f1(items: Sequence[GoldAndPredictions], *, num_classes: int | None = N
         return scores.macro_f1(gold, predicted, num_classes or int(max(gold.max(), predicted.max())) + 1)
 
     return aggregate_runs(items, metric)
+
+
+class MacroF1:
+    """`macro_f1` of a task with K classes, as an aggregation that brings its own standard error; see `engine.attach`."""
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+
+    def __call__(self, items: Sequence[GoldAndPredictions]) -> float:
+        return macro_f1(items, num_classes=self._num_classes)
+
+    def stderr(self, items: Sequence[GoldAndPredictions]) -> float:
+        return macro_f1_stderr(items, num_classes=self._num_classes)
 
 
 def macro_f1_stderr(items: Sequence[GoldAndPredictions], *, num_classes: int) -> float:

@@ -28,7 +28,7 @@ class ClassScores(NamedTuple):
 
     raw: np.ndarray
     pmi: np.ndarray | None
-    batch: np.ndarray
+    batch: np.ndarray | None
 
 
 class NaturalTask(PromptTask):
@@ -91,7 +91,12 @@ class NaturalTask(PromptTask):
         """The context without its document, examples and chat template kept."""
         if span is None:
             assert self.template is not None
-            return self.template.render_without_document(doc)
+            text, bare = self.template.render(doc).text, self.template.render_without_document(doc)
+            for candidate in (text, text.strip()):
+                head, found, tail = context.rpartition(candidate)
+                if found:
+                    return head + bare + tail
+            return bare
         head, tail = context[: span.start], context[span.end :]
         return head + (tail.lstrip() if not head or head[-1].isspace() else tail)
 
@@ -118,9 +123,14 @@ class NaturalTask(PromptTask):
         )
         all_raw = np.stack([row for _, row, _, _ in everywhere])
         # Centred over all evaluated documents, whichever rank computed them.
-        batch_of = dict(zip((key for key, _, _, _ in everywhere), natural.centred_scores(all_raw), strict=True))
+        batch_of: dict[str, np.ndarray] = {}
+        if np.isfinite(all_raw).any(axis=0).all():
+            batch_of = dict(zip((key for key, _, _, _ in everywhere), natural.centred_scores(all_raw), strict=True))
+        else:
+            self._report["acc_batch"] = "not computed: a class has probability zero after every document"
+            logger.warning("%s: acc_batch %s.", self.task_name, self._report["acc_batch"])
         self._scores = {
-            (answer.key, bare.key): ClassScores(raw[i], None if pmi is None else pmi[i], batch_of[answer.key])
+            (answer.key, bare.key): ClassScores(raw[i], None if pmi is None else pmi[i], batch_of.get(answer.key))
             for i, (answer, bare) in enumerate(zip(answers, premises, strict=True))
         }
         tied = scores.tie_aware_accuracy(all_raw, [label for _, _, label, _ in everywhere]).num_tied
@@ -138,7 +148,10 @@ class NaturalTask(PromptTask):
             "tied_documents": tied,
             "cut_documents": sum(was_cut for _, _, _, was_cut in everywhere),
             "premise": _premises_text(pair[1].args[0] for pair in documents),
-            "mean_class_log_score": dict(zip(self.classes, all_raw.mean(axis=0).round(6).tolist(), strict=True)),
+            "mean_class_log_score": {
+                name: round(float(column.mean()), 6) if np.isfinite(column).all() else None
+                for name, column in zip(self.classes, all_raw.T, strict=True)
+            },
         }
 
     def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:

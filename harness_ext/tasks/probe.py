@@ -100,8 +100,10 @@ class ProbeOptions:
             return f"seeds is {list(self.seeds)!r}, expected a list of non-negative integers"
         if len(set(self.seeds)) < len(self.seeds):
             return f"seeds is {list(self.seeds)!r}: a seed that occurs twice gives the same sample twice"
-        if self.c_grid is not None and not all(isinstance(c, int | float) and c > 0 for c in self.c_grid):
-            return f"c_grid is {list(self.c_grid)!r}, expected positive numbers"
+        if self.c_grid is not None and (
+            not self.c_grid or not all(isinstance(c, int | float) and 0 < c < float("inf") for c in self.c_grid)
+        ):
+            return f"c_grid is {list(self.c_grid)!r}, expected positive numbers, at least one"
         return None
 
 
@@ -119,7 +121,8 @@ class ProbeTask(PromptTask):
         metadata = config.get("metadata") or {}
         self.options = ProbeOptions.from_metadata(metadata.get("probe"), str(config.get("task")))
         self._predictions: dict[str, tuple[int, ...]] = {}
-        super().__init__(config, **kwargs)
+        # Few-shot examples would stand before evaluated documents only.
+        super().__init__({**config, "num_fewshot": 0}, **kwargs)
         if self.config.training_split is None:
             raise ValueError(f"{self._source()}: a probe needs `training_split:`.")
         if self.config.training_split == self.eval_split:
@@ -159,6 +162,7 @@ class ProbeTask(PromptTask):
         documents = self.training_docs()
         usable = self._usable_training_documents(documents)
         labels = np.array([self.label_of({self.label_column: value}) for value in documents[self.label_column]])[usable]
+        self._check_classes(labels)
         drawn = [self._draw(labels, seed) for seed in self.options.seeds]
         for sample in drawn:
             self._check_classes(labels[sample])
@@ -211,6 +215,11 @@ class ProbeTask(PromptTask):
             ]
             return np.sort(np.concatenate(drawn))
         if options.n_train is not None and options.n_train != len(labels):
+            if counts.min() < 2:
+                raise ValueError(
+                    f"{where}: class {self.classes[int(counts.argmin())]!r} has one document, and a draw in proportion "
+                    "needs two. Train on all of them (no n_train), or give n_per_class: 1."
+                )
             if not len(self.classes) <= options.n_train <= len(labels) - len(self.classes):
                 raise ValueError(
                     f"{where}: n_train is {options.n_train}, expected {len(self.classes)} to "

@@ -66,7 +66,10 @@ def test_a_demo_is_made_once_and_replaced_by_force(
     command = ["demo", "--out", str(folder), "--steps", "1"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert f"lm_eval --tasks natural_demo,probe_demo --model hf --model_args pretrained={folder}\n" in out
+    assert (
+        f"lm_eval --tasks natural_demo,probe_demo --model hf --model_args pretrained={folder} --batch_size auto\n"
+        in out
+    )
     weights = (folder / "model.safetensors").read_bytes()
     assert main(command) == 0
     assert "holds this demo already" in capsys.readouterr().out

@@ -43,9 +43,9 @@ def test_a_root_is_a_proper_prefix(ids: list[int]) -> None:
         table.add(ids, root=prompt)
 
 
-@given(st.data(), SEQUENCES, st.one_of(st.none(), st.integers(1, 5)), st.integers(1, 30))
+@given(st.data(), SEQUENCES, st.one_of(st.none(), st.integers(1, 5)), st.integers(1, 30), st.integers(0, 5))
 def test_batches_hold_every_missing_sequence_once_and_keep_their_limits(
-    data: st.DataObject, sequences: list[list[int]], max_rows: int | None, max_tokens: int
+    data: st.DataObject, sequences: list[list[int]], max_rows: int | None, max_tokens: int, batch_cost: int
 ) -> None:
     table = SequenceTable()
     for sequence in sequences:
@@ -54,7 +54,9 @@ def test_batches_hold_every_missing_sequence_once_and_keep_their_limits(
             table.add([*sequence, 7], root=prompt)
     missing = [index for index in range(len(table)) if data.draw(st.booleans())]
     lengths = [len(ids) for ids in table.token_ids]
-    batches = make_batches(lengths, table.roots, missing, max_rows=max_rows, max_tokens=max_tokens)
+    batches = make_batches(
+        lengths, table.roots, missing, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost
+    )
 
     planned = [index for batch in batches for index in batch.sequences]
     planned += [branch.sequence for batch in batches for branch in batch.branches]
@@ -75,3 +77,20 @@ def test_a_branch_whose_root_is_known_is_forwarded_alone() -> None:
     (batch,) = make_batches([2, 3], table.roots, [child], max_rows=8, max_tokens=100)
     assert batch.sequences == (child,)
     assert batch.branches == ()
+
+
+def padding(lengths: list[int], batch_cost: int) -> tuple[int, int]:
+    batches = make_batches(
+        lengths, [NO_ROOT] * len(lengths), range(len(lengths)), max_rows=64, max_tokens=10**6, batch_cost=batch_cost
+    )
+    padded = sum(len(batch.sequences) * lengths[batch.sequences[0]] for batch in batches)
+    return len(batches), padded - sum(lengths)
+
+
+def test_a_batch_ends_where_padding_would_cost_more_than_a_new_batch() -> None:
+    lengths = [10] * 32 + [5] * 32
+    assert padding(lengths, 0) == (1, 160)
+    assert padding(lengths, 159) == (2, 0)
+    assert padding(lengths, 160) == (1, 160)
+    # Nothing is gained by keeping room for sequences that do not exist.
+    assert padding([10] * 3 + [9], 2) == (1, 1)
