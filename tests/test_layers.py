@@ -21,7 +21,6 @@ LAYERS = (
         "engine.plan",
         "engine.store",
         "engine.tokens",
-        "engine.memory",
         "prompts",
         "plugin",
         "scaffold",

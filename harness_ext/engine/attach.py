@@ -88,7 +88,6 @@ def _answer_with_engine(
     from harness_ext.engine.answer import answer_requests
     from harness_ext.engine.fingerprint import model_fingerprint
     from harness_ext.engine.forward import LastStateModel
-    from harness_ext.engine.memory import kept_memory
     from harness_ext.engine.store import FeatureStore, cache_root
     from harness_ext.engine.tokens import PromptEncoder
 
@@ -102,25 +101,24 @@ def _answer_with_engine(
 
     automatic = str(lm.batch_size).startswith("auto")
     on_cpu = lm.device.type == "cpu"
-    with kept_memory(enabled=on_cpu):
-        answers, summary = answer_requests(
-            contexts,
-            asked,
-            model=LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype),
-            encoder=PromptEncoder(
-                lm.tokenizer,
-                max_length=lm.max_length,
-                add_special_tokens=lm.add_bos_token,
-                prefix_token_id=lm.prefix_token_id,
-            ),
-            store=store,
-            max_rows=lm.max_batch_size if automatic else int(lm.batch_size),
-            max_tokens=(CPU_TOKENS if on_cpu else GPU_TOKENS) if automatic else ROWS_TOKENS,
-            batch_cost=CPU_BATCH_COST if on_cpu else GPU_BATCH_COST,
-            # A task's first request of a document is the document; further ones, such as the bare template, are its context.
-            documents=[int(instance.idx == 0) for instance in instances],
-            progress=lm.rank == 0,
-        )
+    answers, summary = answer_requests(
+        contexts,
+        asked,
+        model=LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype),
+        encoder=PromptEncoder(
+            lm.tokenizer,
+            max_length=lm.max_length,
+            add_special_tokens=lm.add_bos_token,
+            prefix_token_id=lm.prefix_token_id,
+        ),
+        store=store,
+        max_rows=lm.max_batch_size if automatic else int(lm.batch_size),
+        max_tokens=(CPU_TOKENS if on_cpu else GPU_TOKENS) if automatic else ROWS_TOKENS,
+        batch_cost=CPU_BATCH_COST if on_cpu else GPU_BATCH_COST,
+        # A task's first request of a document is the document; further ones, such as the bare template, are its context.
+        documents=[int(instance.idx == 0) for instance in instances],
+        progress=lm.rank == 0,
+    )
     logger.info("%s", summary)
     getattr(lm, SUMMARIES, []).append(summary.to_dict() | {"model_fingerprint": fingerprint})
     return answers
