@@ -17,6 +17,8 @@ import fnmatch
 import functools
 import hashlib
 import itertools
+import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,13 +43,21 @@ __all__ = [
     "Rendered",
     "WordTokens",
     "check_prompt",
+    "compose_source",
+    "duplicate_prompts",
     "example_document",
     "find_prompts",
+    "is_pattern",
+    "is_prompt_id",
     "load_prompt",
+    "parse_prompt",
     "prompt_folders",
+    "resolve_prompts",
     "tokenize_words",
     "words_by_class",
 ]
+
+logger = logging.getLogger("lm_eval.harness_ext.prompts")
 
 PROMPTS_VARIABLE = "HARNESS_EXT_PROMPTS"
 """Environment variable that names a folder of the user's own prompts, which is searched before the package's."""
@@ -196,6 +206,66 @@ def find_prompts(pattern: str) -> tuple[str, ...]:
     return matches
 
 
+def is_pattern(name: str) -> bool:
+    """Say whether a name is a shell pattern, one with `*`, `?` or `[`, and not a file that is called so."""
+    return any(sign in name for sign in "*?[") and not Path(name).expanduser().is_file()
+
+
+def is_prompt_id(name: str) -> bool:
+    """Say whether a name has the form of an id, `dataset/name`."""
+    return _ID.fullmatch(name) is not None and not name.endswith(_SUFFIX)
+
+
+def resolve_prompts(option: str | Sequence[str], *, with_label_words: bool = False) -> tuple[str, ...]:
+    """Return the prompts that an option names, in its order: ids and paths for `load_prompt`.
+
+    A pattern stands for its matches, sorted. A prompt that is named twice, be it by a pattern, its id or its path, is
+    taken where it is named first. Prompts of equal text under different names stay; see `duplicate_prompts`.
+
+    Args:
+        option: An id, a path that ends in `.jinja`, a pattern such as `sst/*`, or a list of any of them.
+        with_label_words: Leave out prompts without label words, which natural tasks cannot use, where a pattern brought
+            them in; a warning names them. One that is named itself stays, for its user to find out.
+
+    Raises:
+        KeyError: If there is no such id, or a pattern matches nothing; the message names the nearest ids.
+        FileNotFoundError: If there is no such file.
+        PromptError: If an id is malformed, or `with_label_words` is set and a pattern matches a file that is no template.
+        TypeError: If `option` is neither a string nor a list of strings.
+        ValueError: If the list is empty.
+    """
+    names = [option] if isinstance(option, str) else option
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"prompt is {option!r}; expected a name such as 'sst/it_was' or 'sst/*', or a list of names.")
+    if not names:
+        raise ValueError("the list of prompts is empty; expected at least one name, such as 'sst/it_was' or 'sst/*'.")
+    by_file: dict[Path, str] = {}
+    for name in names:
+        if is_pattern(name):
+            matches = find_prompts(name)
+            if with_label_words:
+                matches = _with_label_words(name, matches)
+        else:
+            matches = (name,)
+        for match in matches:
+            path = _existing(match) if match.endswith(_SUFFIX) else _locate(match)
+            by_file.setdefault(path.resolve(), match)
+    return tuple(by_file.values())
+
+
+def _with_label_words(pattern: str, matches: Sequence[str]) -> tuple[str, ...]:
+    kept = tuple(name for name in matches if load_prompt(name).label_words)
+    left_out = ", ".join(name for name in matches if name not in kept)
+    if not kept:
+        raise KeyError(
+            f"{pattern!r} matches only prompts without label words, which serve probes alone: {left_out}. Add label_words "
+            "to one of them, or name another prompt."
+        )
+    if left_out:
+        logger.warning("%s: left out, for want of label words: %s.", pattern, left_out)
+    return kept
+
+
 def load_prompt(prompt: str | Path) -> Prompt:
     """Load a prompt by id (`sst/it_was`) or by a path that ends in `.jinja`.
 
@@ -206,16 +276,22 @@ def load_prompt(prompt: str | Path) -> Prompt:
     """
     name = str(prompt)
     if not name.endswith(_SUFFIX):
-        return _parse(name, _locate(name))
+        return _read(name, _locate(name))
+    path = _existing(name)
+    resolved = path.resolve()
+    if any(resolved.parent.parent == folder.resolve() for folder in prompt_folders()):
+        return _read(f"{resolved.parent.name}/{resolved.stem}", path)
+    return _read(path.as_posix(), path)
+
+
+def _existing(name: str) -> Path:
+    """Return the file that a path names."""
     path = Path(name).expanduser()
     if not path.is_file():
         as_id = "/".join(path.with_suffix("").parts[-2:])
         hint = f" Did you mean the id {as_id!r}?" if as_id in _known_ids() else ""
         raise FileNotFoundError(f"{name}: no such prompt file.{hint}")
-    resolved = path.resolve()
-    if any(resolved.parent.parent == folder.resolve() for folder in prompt_folders()):
-        return _parse(f"{resolved.parent.name}/{resolved.stem}", path)
-    return _parse(path.as_posix(), path)
+    return path
 
 
 def _known_ids() -> list[str]:
@@ -224,7 +300,7 @@ def _known_ids() -> list[str]:
 
 
 def _locate(prompt_id: str) -> Path:
-    if not _ID.fullmatch(prompt_id):
+    if not is_prompt_id(prompt_id):
         if "/" not in prompt_id or any(sign in prompt_id for sign in "*?["):
             raise _unknown(prompt_id, _known_ids())
         raise PromptError(
@@ -325,11 +401,20 @@ def _compile(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(tree)
 
 
-def _parse(prompt_id: str, path: Path) -> Prompt:
+def _read(prompt_id: str, path: Path) -> Prompt:
     try:
         source = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as err:
         raise PromptError(f"{path}: not UTF-8 text ({err}). Save it as UTF-8.") from err
+    return parse_prompt(prompt_id, path, source)
+
+
+def parse_prompt(prompt_id: str, path: Path, source: str) -> Prompt:
+    """Make a prompt of the text of a template, which `path` need not hold yet.
+
+    Raises:
+        PromptError: If it is no valid template.
+    """
     if len(source) > _MAX_CHARACTERS:
         raise PromptError(f"{path}: {len(source):,} characters; a prompt has at most {_MAX_CHARACTERS:,}.")
     source = source.removesuffix("\n")  # editors add it
@@ -363,13 +448,10 @@ def _read_label_words(tree: nodes.Template, path: Path) -> dict[str, tuple[str, 
     def error(node: nodes.Node, problem: str) -> PromptError:
         return PromptError(f"{path}, line {node.lineno}: {problem}. Expected {form}, with literal strings.")
 
-    def is_ours(node: nodes.Node) -> bool:
-        return isinstance(node, nodes.Name) and node.name == "label_words"
-
     for block in tree.find_all(nodes.AssignBlock):
-        if is_ours(block.target):
+        if _is_label_words(block.target):
             raise error(block, "label_words is set to a block of text")
-    found = [assign for assign in tree.find_all(nodes.Assign) if is_ours(assign.target)]
+    found = [assign for assign in tree.find_all(nodes.Assign) if _is_label_words(assign.target)]
     if not found:
         return {}
     if len(found) > 1:
@@ -393,6 +475,70 @@ def _read_label_words(tree: nodes.Template, path: Path) -> dict[str, tuple[str, 
         items = pair.value.items if isinstance(pair.value, nodes.List | nodes.Tuple) else [pair.value]
         label_words[name] = tuple(string(item, f"a word of class {name!r}") for item in items)
     return label_words
+
+
+# ------------------------------------------------------------------------------------------------- compose
+
+
+def compose_source(text: str, label_words: Mapping[str, Sequence[str]], *, column: str) -> str:
+    """Return the source of a template whose file says `label_words` and then `text`.
+
+    Words and class names come back from `parse_prompt` as they are given, whatever quotes, braces or backslashes they
+    have.
+
+    Args:
+        text: A template, such as `{{ text }} It was`. Text without Jinja's `{{`, `{%` or `{#` is put after the document.
+        label_words: Class name -> words.
+        column: The column of the document.
+    """
+    if not any(sign in text for sign in ("{{", "{%", "{#")):
+        text = f"{{{{ {column} }}}}{'' if text[:1].isspace() else ' '}{text}"
+    # JSON's strings, lists and objects are Jinja's literals too, if characters beyond ASCII stay as they are: Jinja
+    # would read the two halves of a surrogate pair as two characters.
+    words = {name: list(of_class) for name, of_class in label_words.items()}
+    return f"{{%- set label_words = {json.dumps(words, ensure_ascii=False)} -%}}\n{text}\n"
+
+
+# ------------------------------------------------------------------------------------------------- duplicates
+
+
+def duplicate_prompts(prompts: Iterable[Prompt]) -> list[tuple[str, ...]]:
+    """Return the groups of ids that are one prompt under several names: they give every document the same scores.
+
+    They have the same text, by their syntax trees without the statement that sets `label_words`, so that comments,
+    blanks inside of tags and the way of quoting do not count; and the same words for each class, in any order.
+    Templates that come to the same text by different expressions are not found. Those of the same text with other label
+    words are no duplicates: they share all forward work and are scored differently.
+    """
+    groups: dict[tuple[str, frozenset[tuple[str, frozenset[str]]]], dict[str, None]] = {}
+    for prompt in prompts:
+        words = frozenset((name, frozenset(of_class)) for name, of_class in prompt.label_words.items())
+        groups.setdefault((_text_key(prompt.source), words), {})[prompt.id] = None
+    return [tuple(ids) for ids in groups.values() if len(ids) > 1]
+
+
+def _text_key(source: str) -> str:
+    """Return what is equal for two templates of the same text, whatever their label words."""
+    body = _ENVIRONMENT.parse(source).body
+    # A template may print its label words, and then they are part of its text.
+    used = any(name.name == "label_words" and name.ctx == "load" for node in body for name in node.find_all(nodes.Name))
+    pieces: list[nodes.Node] = []
+    for node in body:
+        if not used and isinstance(node, nodes.Assign) and _is_label_words(node.target):
+            continue
+        pieces += node.nodes if isinstance(node, nodes.Output) else [node]
+    # The statement, or a comment, may stand between two stretches of plain text.
+    key: list[str] = []
+    for plain, run in itertools.groupby(pieces, key=lambda piece: isinstance(piece, nodes.TemplateData)):
+        if plain:
+            key.append(repr("".join(piece.data for piece in run if isinstance(piece, nodes.TemplateData))))
+        else:
+            key += map(repr, run)
+    return "\n".join(key)
+
+
+def _is_label_words(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Name) and node.name == "label_words"
 
 
 # ------------------------------------------------------------------------------------------------- check

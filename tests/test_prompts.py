@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,13 @@ from harness_ext.prompts import (
     Prompt,
     PromptError,
     check_prompt,
+    compose_source,
+    duplicate_prompts,
     example_document,
     find_prompts,
     load_prompt,
+    parse_prompt,
+    resolve_prompts,
     tokenize_words,
     words_by_class,
 )
@@ -391,6 +396,168 @@ def test_patterns() -> None:
     assert list(find_prompts("*")) == sorted(find_prompts("*"))
     with pytest.raises(KeyError, match="Prompts of sst"):
         find_prompts("sst/zzz*")
+
+
+# ------------------------------------------------------------------------------------------------- sweeps
+
+
+def test_one_name_is_itself(write: Callable[..., Path]) -> None:
+    path = str(write("{{ text }}"))
+    assert resolve_prompts("sst/it_was") == ("sst/it_was",)
+    assert resolve_prompts(path) == (path,)
+    assert resolve_prompts(["sst/it_was"]) == resolve_prompts(("sst/it_was",)) == ("sst/it_was",)
+
+
+def test_patterns_are_expanded_in_place_and_a_prompt_is_taken_once() -> None:
+    every = find_prompts("sst/*")
+    assert resolve_prompts("sst/*") == every
+    last = every[-1]
+    assert resolve_prompts([last, "sst/*"]) == (last, *every[:-1])
+    assert resolve_prompts(["sst/*", last, "sst/*"]) == every
+    assert resolve_prompts(["mr/it_was", "sst/it_*", "cr/it_was"]) == ("mr/it_was", "sst/it_was", "cr/it_was")
+    as_path = str(resources.prompts_folder() / "sst" / "it_was.jinja")
+    assert resolve_prompts([as_path, "sst/it_was"]) == (as_path,)
+    assert resolve_prompts(["sst/it_was", as_path]) == ("sst/it_was",)
+
+
+def test_patterns_of_paths(write: Callable[..., Path], tmp_path: Path) -> None:
+    two, one = write("{{ text }}", "mine/two"), write("{{ text }}", "mine/one")
+    assert resolve_prompts(str(tmp_path / "mine" / "*.jinja")) == (one.as_posix(), two.as_posix())
+    odd = write("{{ text }}", "mine/odd[1]")  # a file that looks like a pattern
+    assert resolve_prompts(str(odd)) == (str(odd),)
+
+
+def test_prompts_for_probes_are_left_out_of_patterns(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(WORDS + "{{ text }} It was", "mine/with_words")
+    bare = write("{{ text }} It was", "mine/bare")
+    monkeypatch.setenv(PROMPTS_VARIABLE, str(tmp_path))
+    assert resolve_prompts("mine/*") == ("mine/bare", "mine/with_words")
+    assert not caplog.records
+    assert resolve_prompts("mine/*", with_label_words=True) == ("mine/with_words",)
+    assert "mine/*: left out, for want of label words: mine/bare." in caplog.text
+    # Who names it means it, and is told where it is used.
+    assert resolve_prompts(["mine/*", "mine/bare"], with_label_words=True) == ("mine/with_words", "mine/bare")
+    assert resolve_prompts(str(bare), with_label_words=True) == (str(bare),)
+    with pytest.raises(KeyError, match=r"'mine/b\*' matches only prompts without label words.*: mine/bare"):
+        resolve_prompts("mine/b*", with_label_words=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "part"),
+    [
+        ("sst/it_wsa", KeyError, "Did you mean 'sst/it_was'"),
+        (["sst/it_was", "sst/zzz*"], KeyError, "Prompts of sst"),
+        ("mine/*.jinja", KeyError, "no such file"),
+        ("sst/it_was.jinja", FileNotFoundError, "Did you mean the id 'sst/it_was'"),
+        ("../sst/it_was", PromptError, "no prompt id"),
+        ([], ValueError, "the list of prompts is empty"),
+        (None, TypeError, "expected a name such as"),
+        (["sst/it_was", 3], TypeError, "expected a name such as"),
+        ({"natural_sst": "sst/it_was"}, TypeError, "or a list of names"),
+    ],
+)
+def test_what_no_prompt_goes_by(option: object, error: type[Exception], part: str) -> None:
+    with pytest.raises(error) as caught:
+        resolve_prompts(option)  # type: ignore[arg-type]
+    assert part in caught.value.args[0]
+
+
+# ------------------------------------------------------------------------------------------------- compose
+
+# What no check refuses in a word: it is not empty, and neither begins nor ends in white space.
+LABEL_WORDS = st.dictionaries(
+    st.text(st.characters(exclude_categories=("Cs",)), min_size=1),
+    st.lists(
+        st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(lambda word: word == word.strip()),
+        min_size=1,
+        max_size=3,
+    ),
+    min_size=1,
+    max_size=3,
+)
+LITERALS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r")).filter(
+    lambda text: not any(sign in text for sign in ("{{", "{%", "{#"))
+)
+
+
+@given(LABEL_WORDS, LITERALS)
+def test_what_is_composed_reads_back_the_same(label_words: dict[str, list[str]], text: str) -> None:
+    source = compose_source(text, label_words, column="text")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "one.jinja"
+        path.write_text(source, encoding="utf-8", newline="\n")
+        prompt = load_prompt(path)
+    assert prompt.label_words == {name: tuple(words) for name, words in label_words.items()}
+    blank = "" if text[:1].isspace() else " "
+    assert prompt.render({"text": "a document"}).text == f"a document{blank}{text}"
+    assert prompt.render({"text": "{{ text }}"}).text == f"{{{{ text }}}}{blank}{text}"
+
+
+def test_a_template_with_braces_is_taken_as_it_is(tmp_path: Path) -> None:
+    source = compose_source('"{{ title | trim }}" was', {"a": ['"}}{%', "\\n"]}, column="text")
+    prompt = parse_prompt("x/y", tmp_path / "y.jinja", source.removesuffix("\n"))
+    assert prompt.label_words == {"a": ('"}}{%', "\\n")}
+    assert prompt.render({"title": " Up "}).text == '"Up" was'
+    assert not prompt.path.exists()
+
+
+# ------------------------------------------------------------------------------------------------- duplicates
+
+
+def _duplicates(*sources: str) -> list[tuple[str, ...]]:
+    prompts = [parse_prompt(f"x/{number}", Path("y.jinja"), source) for number, source in enumerate(sources)]
+    return duplicate_prompts(prompts)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WORDS + "{{ text }} It was",
+        "{#- A comment. -#}\n" + WORDS + "{{text}} It was",
+        "{{ text }}{# A comment. #} It was" + WORDS.strip(),
+        "{{ text }} It{%- set label_words = {'positive': ['great'], 'negative': ['bad', 'terrible']} %} was",
+    ],
+)
+def test_the_same_prompt_under_two_names(other: str) -> None:
+    assert _duplicates(WORDS + "{{ text }} It was", "{{ text }} It was", other) == [("x/0", "x/2")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WORDS + "{{ text }} It is",
+        WORDS + "{{ text }}\nIt was",
+        WORDS + "{{ text | trim }} It was",
+        WORDS + "{{ title }} It was",
+        WORDS.replace("great", "good") + "{{ text }} It was",
+        WORDS.replace('"terrible", ', "") + "{{ text }} It was",
+        WORDS.replace("positive", "very positive") + "{{ text }} It was",
+        "{{ text }} It was",
+    ],
+)
+def test_different_prompts(other: str) -> None:
+    assert _duplicates(WORDS + "{{ text }} It was", other) == []
+
+
+def test_label_words_that_are_printed_are_part_of_the_text() -> None:
+    printing = "{{ text }} {{ label_words['positive'] }} or not? It was"
+    assert _duplicates(WORDS + printing, WORDS + printing) == [("x/0", "x/1")]
+    assert _duplicates(WORDS + printing, WORDS.replace("bad", "poor") + printing) == []
+
+
+def test_groups_of_duplicates() -> None:
+    one, two = WORDS + "{{ text }} It was", "{{ text }} It is"
+    assert _duplicates(one, two, one, "{{ text }}", two, one) == [("x/0", "x/2", "x/5"), ("x/1", "x/4")]
+    assert _duplicates() == []
+    same = load_prompt("sst/it_was")
+    assert duplicate_prompts([same, same]) == []  # one prompt, given twice
+
+
+def test_no_prompts_that_ship_are_duplicates() -> None:
+    for dataset in {name.partition("/")[0] for name in find_prompts("*")}:
+        assert duplicate_prompts(map(load_prompt, find_prompts(f"{dataset}/*"))) == []
 
 
 def test_importing_is_light() -> None:
