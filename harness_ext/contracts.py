@@ -8,23 +8,37 @@ engine answers each request with one `PromptStates`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 __all__ = [
+    "ALL_LAYERS",
+    "CONDITIONAL_MEAN",
     "LAST_LAYER",
+    "RANDOM_PROJECTION",
     "Feature",
     "FeatureSource",
     "PromptRequest",
     "PromptStates",
     "Span",
+    "TokenStates",
 ]
 
 LAST_LAYER = "last"
 """The input of the output embedding, after the final norm: f(s)."""
+
+ALL_LAYERS = "all"
+"""As the layer of a requested feature: every hidden state, from the embedding to the last."""
+
+CONDITIONAL_MEAN = "conditional_mean"
+"""Mixture Φᵀp_f(·|s): the conditional mean features."""
+
+RANDOM_PROJECTION = "random_projection"
+"""Mixture Rᵀp_f(·|s), R of shape (V, d) a Gaussian matrix with orthonormalised columns: the control for Φ."""
 
 
 class Span(NamedTuple):
@@ -41,15 +55,18 @@ class Feature(NamedTuple):
         layer: `LAST_LAYER` for f(s), or an index into transformers' `hidden_states`: 0 is the embedding, k the output of
             block k. Negative indices count from the end, so -1 is the last entry of `hidden_states`.
         pooling: "last" for the state of the last token, "mean" for the mean over all tokens of the prompt.
+        mixture: Empty for the state itself; `CONDITIONAL_MEAN` or `RANDOM_PROJECTION` for what f(s) says about the next token,
+            mixed with that matrix. Of f(s) only, so the layer is `LAST_LAYER` and the pooling "last".
     """
 
     layer: str | int = LAST_LAYER
     pooling: str = "last"
+    mixture: str = ""
 
     @property
     def name(self) -> str:
-        """A short name that is safe in file names, such as `last.last` or `6.mean`."""
-        return f"{self.layer}.{self.pooling}"
+        """A short name that is safe in file names, such as `last.last`, `6.mean` or `last.last.conditional_mean`."""
+        return f"{self.layer}.{self.pooling}" + (f".{self.mixture}" if self.mixture else "")
 
 
 @dataclass(frozen=True)
@@ -61,11 +78,14 @@ class PromptRequest:
         features: Vectors wanted for the prompt.
         document: Where the document stands in the prompt. A prompt that is longer than the model's context loses the
             beginning of its document and nothing else. None: the prompt may not be cut.
+        one_token: Whether continuations of more than one token are left unscored, NaN, instead of being scored exactly by a
+            forward of their first tokens.
     """
 
     continuations: tuple[str, ...] = ()
     features: tuple[Feature, ...] = ()
     document: Span | None = None
+    one_token: bool = False
 
     def to_argument(self) -> dict[str, Any]:
         """Return plain JSON types, for lm_eval's `Instance.arguments`, which ends up in the samples file."""
@@ -73,6 +93,7 @@ class PromptRequest:
             "continuations": list(self.continuations),
             "features": [list(feature) for feature in self.features],
             "document": None if self.document is None else list(self.document),
+            "one_token": self.one_token,
         }
 
     @classmethod
@@ -83,14 +104,61 @@ class PromptRequest:
             continuations=tuple(argument["continuations"]),
             features=tuple(Feature(*feature) for feature in argument["features"]),
             document=None if document is None else Span(*document),
+            one_token=bool(argument["one_token"]),
         )
 
 
+class TokenStates(NamedTuple):
+    """An unlabelled text as the model sees it: `states[t]` is f of its first t + 1 tokens.
+
+    Attributes:
+        token_ids: int64 of shape (T,).
+        states: float32 of shape (T, d).
+    """
+
+    token_ids: np.ndarray
+    states: np.ndarray
+
+
 class FeatureSource(Protocol):
-    """Where the vectors of a run are kept."""
+    """The vectors of a run, and the model that gave them."""
 
     def take(self, rows: Sequence[int], feature: Feature) -> np.ndarray:
-        """Return float32 of shape (len(rows), d)."""
+        """Return float32 of shape (len(rows), d); the feature was asked for in the requests of these rows."""
+        ...
+
+    def gram(self) -> np.ndarray:
+        """Return ΦᵀΦ, float64 of shape (d, d).
+
+        Raises:
+            TypeError: If the model's output embedding is not affine.
+        """
+        ...
+
+    def probability_moments(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and variance over rows of p_f(w|s), float64 of shape (V,) each; f(s) was asked for."""
+        ...
+
+    def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens)); f(s) was asked for."""
+        ...
+
+    def output_embedding(self) -> np.ndarray:
+        """Return Φ, float32 of shape (V, d); raises as `gram`."""
+        ...
+
+    def text_states(self, texts: Sequence[str]) -> Iterator[TokenStates]:
+        """Forward texts and yield the states of all their tokens; a text beyond the model's context loses its beginning."""
+        ...
+
+    @property
+    def num_hidden_states(self) -> int:
+        """Number of layers of `ALL_LAYERS`."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where the model computes, as torch names it."""
         ...
 
 
@@ -103,7 +171,8 @@ class PromptStates:
 
     Attributes:
         key: Hash of the prompt's token ids. Equal prompts have equal keys.
-        log_probs: Natural-log probability of each continuation, in the order of the request.
+        log_probs: Natural-log probability of each continuation, in the order of the request; NaN for one left unscored.
+        num_tokens: Tokens of each continuation; empty where the model does not say.
         cut_tokens: How many tokens of the document did not fit the model's context.
         row: The prompt's row in `source`.
         source: The vectors; None where the model gives no states.
@@ -111,14 +180,14 @@ class PromptStates:
 
     key: str
     log_probs: tuple[float, ...] = ()
+    num_tokens: tuple[int, ...] = ()
     cut_tokens: int = 0
     row: int = -1
     source: FeatureSource | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return json.dumps(
-            {"key": self.key, "log_probs": [round(value, 6) for value in self.log_probs], "cut_tokens": self.cut_tokens}
-        )
+        rounded = [None if math.isnan(value) else round(value, 6) for value in self.log_probs]
+        return json.dumps({"key": self.key, "log_probs": rounded, "cut_tokens": self.cut_tokens})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "source": None, "row": -1}

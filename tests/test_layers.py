@@ -25,8 +25,10 @@ LAYERS = (
         "plugin",
         "scaffold",
     },
-    {"engine.forward", "engine.gradients", "engine.fingerprint"},
+    {"engine.readout", "engine.gradients", "engine.fingerprint", "engine.quad_head"},
+    {"engine.forward"},
     {"engine.answer"},
+    {"engine.label_words"},
     {"engine.attach"},
     {"engine"},  # its __init__, which may name what is below
     {"tasks"},

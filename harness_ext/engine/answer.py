@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness_ext.contracts import LAST_LAYER, Feature, PromptRequest, PromptStates
-from harness_ext.engine.forward import LastStateModel
-from harness_ext.engine.plan import NO_ROOT, Batch, Branch, SequenceTable, make_batches
+from harness_ext.contracts import ALL_LAYERS, LAST_LAYER, Feature, PromptRequest, PromptStates, TokenStates
+from harness_ext.engine.forward import BatchStates, LastStateModel, is_out_of_memory
+from harness_ext.engine.plan import SequenceTable, Tree, make_batches, share_prefixes
 from harness_ext.engine.store import FeatureStore
 from harness_ext.engine.tokens import PromptEncoder
 
@@ -27,6 +27,9 @@ F_OF_S = Feature()
 
 READOUT_ROWS = 1024
 """States collected before their log-probabilities are read out together."""
+
+TEXT_TOKENS = 4096
+"""Tokens in a batch of whole texts, padding included."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class RunSummary:
         word_continuations: Prompts continued by the first tokens of a multi-token label word.
         from_store: Sequences (prompts and continuations) whose states came from the store.
         forwarded: Sequences that were forwarded.
-        tokens: Tokens forwarded, without padding; a continuation counts only its new tokens.
+        tokens: Tokens forwarded, without padding; what several sequences share counts once where it was shared.
+        separate_tokens: Tokens that separate forwards of the same sequences would have taken.
+        sharing: How common beginnings were shared: "packed", "cached" or "separate" (see `engine.forward`), several joined by
+            " and "; "none" where no two sequences begin alike.
         padding: Padding tokens forwarded.
         cut_prompts: Prompts whose document was cut to fit the model's context.
         seconds: Wall-clock time of the pass, encoding and readout included.
@@ -53,6 +59,8 @@ class RunSummary:
     from_store: int
     forwarded: int
     tokens: int
+    separate_tokens: int
+    sharing: str
     padding: int
     cut_prompts: int
     seconds: float
@@ -68,39 +76,98 @@ class RunSummary:
 
     def __str__(self) -> str:
         continuations = f" + {self.word_continuations:,} word continuations" if self.word_continuations else ""
+        shared = f" instead of {self.separate_tokens:,} ({self.sharing} prefixes)" if self.sharing != "none" else ""
         cut = f"; {self.cut_prompts:,} documents cut to fit the context" if self.cut_prompts else ""
         return (
             f"prompts: {self.prompts:,} asked, {self.distinct_prompts:,} distinct{continuations}, "
-            f"{self.from_store:,} from the store, {self.forwarded:,} forwarded; {self.tokens:,} tokens in "
+            f"{self.from_store:,} from the store, {self.forwarded:,} forwarded; {self.tokens:,} tokens{shared} in "
             f"{self.seconds:.1f} s ({self.tokens_per_second:,.0f} tokens/s){cut}"
         )
 
 
 class StateTable:
-    """Vectors of a run, by sequence and feature, as float32."""
+    """The vectors of a run and the model that gave them; a `contracts.FeatureSource`."""
 
-    def __init__(self, sequences_of: Mapping[Feature, Sequence[int]], num_hidden_states: int) -> None:
-        self._num_hidden_states = num_hidden_states
+    def __init__(
+        self, sequences_of: Mapping[Feature, Sequence[int]], model: LastStateModel, encoder: PromptEncoder
+    ) -> None:
+        self._model, self._encoder = model, encoder
         self._position = {
             feature: {sequence: i for i, sequence in enumerate(sequences)}
             for feature, sequences in sequences_of.items()
         }
         self._values: dict[Feature, np.ndarray] = {}
 
-    def put(self, sequence: int, feature: Feature, vector: Tensor) -> None:
-        """Keep a vector of shape (d,) if a task asked for it."""
-        position = self._position.get(feature, {}).get(sequence)
-        if position is None:
+    def put(self, sequences: Sequence[int], feature: Feature, vectors: Tensor) -> None:
+        """Keep those of the vectors (n, d) that a task asked for."""
+        position = self._position.get(feature, {})
+        kept = [row for row, sequence in enumerate(sequences) if sequence in position]
+        if not kept:
             return
         if feature not in self._values:
-            self._values[feature] = np.empty((len(self._position[feature]), len(vector)), dtype=np.float32)
-        self._values[feature][position] = vector.float().numpy()
+            self._values[feature] = np.empty((len(position), vectors.shape[1]), dtype=np.float32)
+        self._values[feature][[position[sequences[row]] for row in kept]] = vectors[kept].float().numpy()
 
     def take(self, rows: Sequence[int], feature: Feature) -> np.ndarray:
-        """Return float32 of shape (len(rows), d), a copy."""
-        feature = _resolve(feature, self._num_hidden_states)
-        position = self._position[feature]
-        return self._values[feature][[position[row] for row in rows]]
+        """Return float32 of shape (len(rows), d), not to be written to: a copy only where the rows are scattered."""
+        feature = _resolve(feature, self._model.num_hidden_states)
+        of_row = self._position[feature]
+        position = np.array([of_row[row] for row in rows], dtype=np.int64)
+        values = self._values[feature]
+        if len(position) and np.array_equal(position, np.arange(position[0], position[0] + len(position))):
+            return values[position[0] : position[0] + len(position)]
+        return values[position]
+
+    def gram(self) -> np.ndarray:
+        """Return ΦᵀΦ, float64 of shape (d, d); raises TypeError where the output embedding is not affine."""
+        return self._model.readout.gram()
+
+    def output_embedding(self) -> np.ndarray:
+        """Return Φ, float32 of shape (V, d); raises as `gram`."""
+        return np.asarray(self._model.readout.output_embedding().float().cpu().numpy())
+
+    def probability_moments(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and variance over rows of p_f(w|s), float64 of shape (V,) each."""
+        return self._model.readout.moments(torch.from_numpy(self.take(rows, F_OF_S)))
+
+    def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens))."""
+        return self._model.readout.probabilities(torch.from_numpy(self.take(rows, F_OF_S)), tokens)
+
+    def text_states(self, texts: Sequence[str]) -> Iterator[TokenStates]:
+        """Forward texts and yield the states of all their tokens, in order.
+
+        A text that is longer than the model's context loses its beginning, as documents of prompts do.
+        """
+        rows = [
+            self._encoder.or_prefix(ids[-self._encoder.max_length :], text)
+            for ids, text in zip(self._encoder.encode(texts), texts, strict=True)
+        ]
+        for batch in _batches_in_order(rows):
+            for row, states in zip(batch, self._model.token_states(batch), strict=True):
+                yield TokenStates(np.array(row, dtype=np.int64), states.float().numpy())
+
+    @property
+    def num_hidden_states(self) -> int:
+        """Number of layers of `ALL_LAYERS`."""
+        return self._model.num_hidden_states
+
+    @property
+    def device(self) -> str:
+        """Where the model computes, and where features may be fitted."""
+        return str(self._model.device)
+
+
+def _batches_in_order(rows: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
+    """Split rows into runs of at most `TEXT_TOKENS` tokens, padding included, or one row."""
+    start = longest = 0
+    for stop, row in enumerate(rows):
+        longest = max(longest, len(row))
+        if stop > start and longest * (stop + 1 - start) > TEXT_TOKENS:
+            yield rows[start:stop]
+            start, longest = stop, len(row)
+    if rows:
+        yield rows[start:]
 
 
 class _Pass:
@@ -117,35 +184,51 @@ class _Pass:
         self.model, self.store, self.contexts = model, store, contexts
         self.encoded = encoder.encode_requests(contexts, requests)
         self.features = [
-            tuple(_resolve(feature, model.num_hidden_states) for feature in request.features) for request in requests
+            tuple(one for feature in request.features for one in _expanded(feature, model.num_hidden_states))
+            for request in requests
         ]
         self.table = SequenceTable()
         self.prompt_of = [self.table.add(prompt.context) for prompt in self.encoded]
         self.distinct_prompts = len(self.table)
-        # For each request and continuation, the (sequence, token) pairs whose log-probabilities add up to its own.
-        self.steps = [
+        # Prompts that are continued by the first tokens of a label word, by the sequence that this gives.
+        self.continued_from: dict[int, int] = {}
+        # For each request and continuation, the (sequence, token) pairs whose log-probabilities add up to its own; None
+        # for one that is not wanted.
+        self.steps: list[list[list[tuple[int, int]] | None]] = [
             [
-                [(self._continued(prompt, context, word[:position]), token) for position, token in enumerate(word)]
+                [
+                    (self._continued(prompt, encoded.context, word[:position]), token)
+                    for position, token in enumerate(word)
+                ]
+                if len(word) == 1 or not request.one_token
+                else None
                 for word in encoded.continuations
             ]
-            for prompt, context, encoded in zip(
-                self.prompt_of, (prompt.context for prompt in self.encoded), self.encoded, strict=True
-            )
+            for prompt, encoded, request in zip(self.prompt_of, self.encoded, requests, strict=True)
         ]
         self.tokens_wanted: dict[int, dict[int, int]] = {}
         for steps in self.steps:
-            for sequence, token in (step for word in steps for step in word):
+            for sequence, token in (step for word in steps for step in word or ()):
                 tokens = self.tokens_wanted.setdefault(sequence, {})
                 tokens.setdefault(token, len(tokens))
-        self.features_wanted: dict[int, set[Feature]] = {sequence: {F_OF_S} for sequence in self.tokens_wanted}
+        self.states_wanted: dict[int, set[Feature]] = {sequence: {F_OF_S} for sequence in self.tokens_wanted}
+        self.mixtures_wanted: dict[int, set[Feature]] = {}
         for prompt, features in zip(self.prompt_of, self.features, strict=True):
-            self.features_wanted.setdefault(prompt, set()).update(features or {F_OF_S})
-        self.states = StateTable(self._sequences_of_features(), model.num_hidden_states)
+            mixtures = {feature for feature in features if feature.mixture}
+            plain = {feature for feature in features if not feature.mixture}
+            self.states_wanted.setdefault(prompt, set()).update(plain or {F_OF_S}, {F_OF_S} if mixtures else ())
+            if mixtures:
+                self.mixtures_wanted.setdefault(prompt, set()).update(mixtures)
+        self.states = StateTable(self._sequences_of_features(), model, encoder)
         self.log_probs: dict[int, np.ndarray] = {}
         self._unread: list[tuple[int, Tensor]] = []
 
     def _continued(self, prompt: int, context: tuple[int, ...], tokens: tuple[int, ...]) -> int:
-        return self.table.add(context + tokens, root=prompt) if tokens else prompt
+        if not tokens:
+            return prompt
+        sequence = self.table.add(context + tokens)
+        self.continued_from.setdefault(sequence, prompt)
+        return sequence
 
     def _sequences_of_features(self) -> dict[Feature, list[int]]:
         result: dict[Feature, dict[int, None]] = {}
@@ -155,73 +238,93 @@ class _Pass:
         return {feature: list(sequences) for feature, sequences in result.items()}
 
     def look_up(self) -> list[int]:
-        """Take what the store has; return the sequences that are missing a wanted feature."""
-        unknown = {sequence: set(wanted) for sequence, wanted in self.features_wanted.items()}
-        if self.store is not None:
-            for feature in sorted({feature for wanted in unknown.values() for feature in wanted}, key=str):
-                sequences = [sequence for sequence, wanted in unknown.items() if feature in wanted]
-                mask, raw = self.store.get(feature, [self.table.keys[sequence] for sequence in sequences])
-                if raw is None:
-                    continue
-                found = [sequence for sequence, flag in zip(sequences, mask, strict=True) if flag]
-                for sequence, vector in zip(found, _from_raw(raw), strict=True):
-                    unknown[sequence].discard(feature)
-                    self.states.put(sequence, feature, vector)
-                    if feature == F_OF_S:
-                        self._read_out_later(sequence, vector)
+        """Take what the store has; return the sequences that are missing a wanted state."""
+        unknown = {sequence: set(wanted) for sequence, wanted in self.states_wanted.items()}
+        f_of_s: list[tuple[list[int], Tensor]] = []
+        for wanted in (self.mixtures_wanted, unknown):
+            for feature in sorted({feature for features in wanted.values() for feature in features}, key=str):
+                sequences = [sequence for sequence, features in wanted.items() if feature in features]
+                found, vectors = self._stored(feature, sequences)
+                for sequence in found:
+                    wanted[sequence].discard(feature)
+                self.states.put(found, feature, vectors)
+                if feature == F_OF_S:
+                    f_of_s.append((found, vectors))
+        for sequences, vectors in f_of_s:
+            self._read_out_later(sequences, vectors)
         self.read_out()
-        return [sequence for sequence, wanted in unknown.items() if wanted]
+        return [sequence for sequence, features in unknown.items() if features]
 
-    def forward(self, batch: Batch) -> None:
+    def _stored(self, feature: Feature, sequences: Sequence[int]) -> tuple[list[int], Tensor]:
+        if self.store is None:
+            return [], torch.empty(0)
+        mask, raw = self.store.get(feature, [self.table.keys[sequence] for sequence in sequences])
+        if raw is None:
+            return [], torch.empty(0)
+        return [sequence for sequence, flag in zip(sequences, mask, strict=True) if flag], _from_raw(raw)
+
+    def forward(self, batch: Sequence[Tree]) -> None:
         """Forward a batch; its states go to the store and to the tasks, its log-probabilities are read out."""
-        features = sorted(
-            {feature for sequence in batch.sequences for feature in self.features_wanted[sequence]}, key=str
-        )
-        collected: dict[Feature, list[tuple[int, Tensor]]] = {}
-        for part in _split_to_memory(self.model, batch, self.table.token_ids, features):
-            for sequence, vectors in part.items():
-                for feature in self.features_wanted[sequence] | {F_OF_S}:
-                    vector = vectors[feature]
-                    self._check_finite(sequence, feature, vector)
-                    collected.setdefault(feature, []).append((sequence, vector))
-                    self.states.put(sequence, feature, vector)
-                if sequence not in self.log_probs:
-                    self._read_out_later(sequence, vectors[F_OF_S])
-        if self.store is not None:
-            for feature, rows in collected.items():
-                keys = [self.table.keys[sequence] for sequence, _ in rows]
-                self.store.add(feature, keys, _to_raw(torch.stack([vector for _, vector in rows])))
+        wanted = {feature for tree in batch for sequence in tree.sequences for feature in self.states_wanted[sequence]}
+        for sequences, vectors in _split_to_memory(self.model, batch, self.table.token_ids, sorted(wanted, key=str)):
+            for feature, values in vectors.items():
+                rows = [
+                    row
+                    for row, sequence in enumerate(sequences)
+                    if feature in self.states_wanted[sequence] or feature == F_OF_S
+                ]
+                if rows:
+                    self._keep([sequences[row] for row in rows], feature, values[rows])
+            self._read_out_later(sequences, vectors[F_OF_S])
         if len(self._unread) >= READOUT_ROWS:
             self.read_out()
 
-    def _read_out_later(self, sequence: int, vector: Tensor) -> None:
-        if sequence in self.tokens_wanted:
-            self._unread.append((sequence, vector))
+    def _keep(self, sequences: Sequence[int], feature: Feature, vectors: Tensor) -> None:
+        finite = torch.isfinite(vectors).all(dim=1)
+        if not bool(finite.all()):
+            raise ValueError(
+                f"{self._where(sequences[int((~finite).nonzero()[0])])} has a state that is not finite (layer "
+                f"{feature.layer}, pooling {feature.pooling}, dtype {str(vectors.dtype).removeprefix('torch.')}). "
+                f"{PRECISION_HINT}"
+            )
+        self.states.put(sequences, feature, vectors)
+        if self.store is not None:
+            self.store.add(feature, [self.table.keys[sequence] for sequence in sequences], _to_raw(vectors))
+
+    def _read_out_later(self, sequences: Sequence[int], vectors: Tensor) -> None:
+        for sequence, vector in zip(sequences, vectors, strict=True):
+            unread = sequence in self.tokens_wanted and sequence not in self.log_probs
+            if unread or self.mixtures_wanted.get(sequence):
+                self._unread.append((sequence, vector))
 
     def read_out(self) -> None:
-        """Turn collected states into log-probabilities."""
-        for start in range(0, len(self._unread), READOUT_ROWS):
-            rows = self._unread[start : start + READOUT_ROWS]
-            tokens = [list(self.tokens_wanted[sequence]) for sequence, _ in rows]
-            found = self.model.log_probs(torch.stack([vector for _, vector in rows]), tokens)
-            for (sequence, _), values in zip(rows, found, strict=True):
-                if bool(torch.isnan(values).any()):
-                    raise ValueError(
-                        f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}"
-                    )
-                self.log_probs[sequence] = values.double().numpy()
+        """Turn collected states into log-probabilities and mixtures."""
+        by_mixtures: dict[tuple[Feature, ...], list[tuple[int, Tensor]]] = {}
+        for sequence, vector in self._unread:
+            mixtures = tuple(sorted(self.mixtures_wanted.get(sequence, ()), key=str))
+            by_mixtures.setdefault(mixtures, []).append((sequence, vector))
+        for mixtures, waiting in by_mixtures.items():
+            for start in range(0, len(waiting), READOUT_ROWS):
+                sequences, vectors = zip(*waiting[start : start + READOUT_ROWS], strict=True)
+                self._read_out(sequences, torch.stack(vectors), mixtures)
         self._unread.clear()
 
-    def _check_finite(self, sequence: int, feature: Feature, vector: Tensor) -> None:
-        if not bool(torch.isfinite(vector).all()):
-            raise ValueError(
-                f"{self._where(sequence)} has a state that is not finite (layer {feature.layer}, pooling "
-                f"{feature.pooling}, dtype {str(vector.dtype).removeprefix('torch.')}). {PRECISION_HINT}"
-            )
+    def _read_out(self, sequences: Sequence[int], vectors: Tensor, mixtures: Sequence[Feature]) -> None:
+        tokens = [list(self.tokens_wanted.get(sequence, ())) for sequence in sequences]
+        found, mixed = self.model.readout.read(vectors, tokens, [feature.mixture for feature in mixtures])
+        for sequence, values in zip(sequences, found, strict=True):
+            if bool(torch.isnan(values).any()):
+                raise ValueError(
+                    f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}"
+                )
+            self.log_probs[sequence] = values.double().numpy()
+        for feature in mixtures:
+            self._keep(sequences, feature, mixed[feature.mixture])
+            for sequence in sequences:
+                self.mixtures_wanted[sequence].discard(feature)
 
     def _where(self, sequence: int) -> str:
-        root = self.table.roots[sequence]
-        prompt = sequence if root == NO_ROOT else root
+        prompt = self.continued_from.get(sequence, sequence)
         text = self.contexts[self.prompt_of.index(prompt)] if prompt in self.prompt_of else "?"
         return f"The prompt {text if len(text) <= 200 else text[:90] + ' … ' + text[-90:]!r}"
 
@@ -230,11 +333,14 @@ class _Pass:
             PromptStates(
                 key=self.table.keys[prompt].hex(),
                 log_probs=tuple(
-                    float(
+                    float("nan")
+                    if word is None
+                    else float(
                         sum(self.log_probs[sequence][self.tokens_wanted[sequence][token]] for sequence, token in word)
                     )
                     for word in steps
                 ),
+                num_tokens=tuple(len(word) for word in encoded.continuations),
                 cut_tokens=encoded.cut_tokens,
                 row=prompt,
                 source=self.states,
@@ -288,25 +394,17 @@ def answer_requests(
     documents_of: dict[int, int] = {}
     for prompt, weight in zip(work.prompt_of, weights, strict=True):
         documents_of[prompt] = documents_of.get(prompt, 0) + weight
-    tokens = padding = 0
     try:
         missing = work.look_up()
-        lengths = [len(ids) for ids in table.token_ids]
-        batches = make_batches(
-            lengths, table.roots, missing, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost
-        )
+        trees = share_prefixes(table.token_ids, missing)
+        batches = make_batches(trees, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost)
         total = sum(documents_of.values())
         left = sum(documents_of.get(sequence, 0) for sequence in missing)
         bar = tqdm(total=total, initial=total - left, unit="doc", desc="One pass", disable=not progress, smoothing=0.1)
         with bar:
             for batch in batches:
                 work.forward(batch)
-                real = sum(lengths[sequence] for sequence in batch.sequences)
-                padding += len(batch.sequences) * lengths[batch.sequences[0]] - real
-                tokens += real + sum(
-                    lengths[branch.sequence] - lengths[table.roots[branch.sequence]] for branch in batch.branches
-                )
-                bar.update(sum(documents_of.get(sequence, 0) for sequence in batch.sequences))
+                bar.update(sum(documents_of.get(sequence, 0) for tree in batch for sequence in tree.sequences))
             work.read_out()
     finally:
         if store is not None:
@@ -318,12 +416,20 @@ def answer_requests(
         word_continuations=len(table) - work.distinct_prompts,
         from_store=len(table) - len(missing),
         forwarded=len(missing),
-        tokens=tokens,
-        padding=padding,
+        tokens=model.counts.tokens,
+        separate_tokens=sum(len(table.token_ids[sequence]) for sequence in missing),
+        sharing=" and ".join(model.counts.ways) or "none",
+        padding=model.counts.padding,
         cut_prompts=sum(prompt.cut_tokens > 0 for prompt in work.encoded),
         seconds=time.perf_counter() - started,
     )
     return work.answers(), summary
+
+
+def _expanded(feature: Feature, num_hidden_states: int) -> Iterator[Feature]:
+    layers = range(num_hidden_states) if feature.layer == ALL_LAYERS else (feature.layer,)
+    for layer in layers:
+        yield _resolve(feature._replace(layer=layer), num_hidden_states)
 
 
 def _resolve(feature: Feature, num_hidden_states: int) -> Feature:
@@ -350,27 +456,24 @@ def _from_raw(raw: np.ndarray) -> Tensor:
 
 
 def _split_to_memory(
-    model: LastStateModel, batch: Batch, token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
-) -> Iterator[dict[int, dict[Feature, Tensor]]]:
+    model: LastStateModel, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+) -> Iterator[BatchStates]:
     """Forward a batch, in halves where it does not fit the memory."""
     try:
         found = model.states(batch, token_ids, features)
-    except RuntimeError as err:  # torch.OutOfMemoryError is one, and so is the CPU allocator's error
-        out_of_memory = isinstance(err, torch.OutOfMemoryError) or "can't allocate memory" in str(err)
-        if not out_of_memory or len(batch.sequences) == 1:
+    except RuntimeError as err:
+        if not is_out_of_memory(err) or (len(batch) == 1 and len(batch[0].sequences) == 1):
             raise
     else:
         yield found
         return
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    half = len(batch.sequences) // 2
+    half = len(batch) // 2
     logger.warning(
-        "A batch of %d prompts does not fit the memory; trying %d. A smaller --batch_size avoids this.",
-        len(batch.sequences),
-        half,
+        "A batch of %d prompts does not fit the memory; trying half of it. A smaller --batch_size avoids this.",
+        sum(len(tree.sequences) for tree in batch),
     )
-    first = tuple(branch for branch in batch.branches if branch.row < half)
-    second = tuple(Branch(branch.sequence, branch.row - half) for branch in batch.branches if branch.row >= half)
-    yield from _split_to_memory(model, Batch(batch.sequences[:half], first), token_ids, features)
-    yield from _split_to_memory(model, Batch(batch.sequences[half:], second), token_ids, features)
+    parts = (batch[:half], batch[half:]) if half else tuple((tree,) for tree in batch[0].halves(token_ids))
+    for part in parts:
+        yield from _split_to_memory(model, part, token_ids, features)

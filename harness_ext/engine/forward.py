@@ -1,13 +1,19 @@
 """Runs a causal language model: states of the last token, and log-probabilities from the model's own logits.
 
 Both are found at the same place for every architecture: the module that `get_output_embeddings()` returns. Its input is
-f(s), after the final norm and any projection. In a pass over prompts a hook keeps that input at each prompt's last token
-and hands the module one row only, so no (tokens, V) logits are computed. To read out, the model is called on a single
-token and the hook puts the kept states in place of its hidden state: whatever the model does after its output embedding
-(bias, soft-capping, scaling) is done to our states too.
+f(s), after the final norm and any projection. In a pass over prompts a hook keeps that input and hands the module one row
+only, so no (tokens, V) logits are computed. To read out, the model is called on a single token and the hook puts the kept
+states in place of its hidden state: whatever the model does after its output embedding (bias, soft-capping, scaling) is done
+to our states too.
 
-Prompts are padded on the right and no attention mask is passed: a causal model's real tokens never see what comes after
-them, positions are those of the unpadded prompt, state-space models work alike, and attention keeps its fastest kernel.
+Prompts that share nothing are padded on the right and no attention mask is passed: a causal model's real tokens never see
+what comes after them, positions are those of the unpadded prompt, state-space models work alike, and attention keeps its
+fastest kernel. Prompts that share a beginning (`plan.Tree`) are computed in the first of these ways that is exact for the
+model, which the first batch of each kind proves by a comparison with separate forwards:
+
+    packed    one row for all, with a mask that shows each token its own ancestors and explicit positions
+    cached    the shared beginning, then each rest from a copy of its key/value cache
+    separate  each prompt on its own
 """
 
 from __future__ import annotations
@@ -17,30 +23,59 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from harness_ext.contracts import LAST_LAYER, Feature
-from harness_ext.engine.plan import Batch
+from harness_ext.engine.plan import Tree, common_prefix_length, pack
+from harness_ext.engine.readout import Readout, inference
 
-__all__ = ["LastStateModel"]
+__all__ = ["BatchStates", "ForwardCounts", "LastStateModel", "is_out_of_memory"]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
 F_OF_S = Feature()
 
-READOUT_VALUES = 2**25
-"""Logits held at once while reading out: 128 MiB in float32."""
+SHARING_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+"""Relative difference up to which a way of sharing counts as exact; half precision has 8 to 11 bits: 5e-2."""
 
-BRANCH_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""Relative difference up to which a continued cache counts as exact; half precision has 8 to 11 bits: 5e-2."""
+COMPARED_SEQUENCES = 8
+"""Sequences of the first batch of a kind that are forwarded separately too."""
+
+
+@dataclass
+class ForwardCounts:
+    """What a model was made to compute.
+
+    Attributes:
+        tokens: Tokens forwarded, without padding; what several prompts share counts once where it was shared.
+        padding: Padding tokens forwarded.
+        ways: Ways of sharing that were used, in the order of first use.
+    """
+
+    tokens: int = 0
+    padding: int = 0
+    ways: dict[str, None] = field(default_factory=dict)
+
+
+class BatchStates(NamedTuple):
+    """Vectors of a batch.
+
+    Attributes:
+        sequences: S indices into the table.
+        vectors: For each feature, a tensor of shape (S, d) on the CPU, in the dtype of the model's hidden states.
+    """
+
+    sequences: list[int]
+    vectors: dict[Feature, Tensor]
 
 
 class LastStateModel:
-    """A causal LM as the pair (f, Φ).
+    """The f of a causal LM; `readout` is its Φ.
 
     Args:
         model: A transformers causal LM, or a PEFT model around one, in eval mode.
@@ -61,101 +96,85 @@ class LastStateModel:
         self._device = device
         self._config = model.config.get_text_config()
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._parameters = inspect.signature(inner.forward).parameters
         # transformers renamed the argument in 5.24 and drops the old name in 5.40.
-        self._cache_name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
-        # Whether continuing a cache was seen to be exact, for rows without and with padding.
-        self._branches_exact: dict[bool, bool] = {}
+        self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"
+        # Whether a way of sharing was seen to be exact, for batches without and with padding.
+        self._exact: dict[tuple[str, bool], bool] = {}
+        self.counts = ForwardCounts()
+        self.readout = Readout(model, head, device=device, autocast_dtype=autocast_dtype)
 
     @property
     def num_hidden_states(self) -> int:
         """Length of `hidden_states`: the number of blocks plus one."""
         return int(self._config.num_hidden_layers) + 1
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes its token ids."""
+        return self._device
+
     def states(
-        self, batch: Batch, token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
-    ) -> dict[int, dict[Feature, Tensor]]:
-        """Forward a batch and its branches.
+        self, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+    ) -> BatchStates:
+        """Forward a batch.
 
         Args:
-            batch: Which sequences; see `plan`.
+            batch: Trees, the longest first; see `plan.make_batches`.
             token_ids: All sequences, indexed as in `batch`.
-            features: Vectors wanted of each sequence of the batch; f(s) is always among the result. Branches give f(s)
-                only.
+            features: Vectors wanted of each sequence, no mixtures; f(s) is always among the result.
 
         Returns:
-            For each sequence of the batch and each of its branches, feature -> tensor of shape (d,) on the CPU, in the
-            dtype of the model's hidden states.
+            The vectors, in whatever order of the sequences.
         """
-        rows = [token_ids[sequence] for sequence in batch.sequences]
-        found, cache = self._forward(rows, features, use_cache=bool(batch.branches))
-        result = {
-            sequence: {feature: found[feature][row] for feature in found}
-            for row, sequence in enumerate(batch.sequences)
-        }
-        if batch.branches:
-            result |= self._branch_states(batch, token_ids, cache)
-        return result
+        if all(len(tree.sequences) == 1 for tree in batch):
+            return self._separate(batch, token_ids, features)
+        padded = any(tree.num_tokens < batch[0].num_tokens for tree in batch)
+        ways = {"packed": self._packed, "cached": self._cached}
+        for way in self._possible_ways(batch, token_ids, features):
+            known = self._exact.get((way, padded))
+            if known is False:
+                continue
+            try:
+                found = ways[way](batch, token_ids, features)
+            except (TypeError, ValueError, IndexError, RuntimeError) as err:
+                # A model of foreign code may not know such masks or caches; what was exact once does not fail for that.
+                if known or is_out_of_memory(err):
+                    raise
+                logger.info("%s: %s prompts failed (%s).", type(self._model).__name__, way, err)
+                found = None
+            if known is None:
+                self._exact[way, padded] = found is not None and self._agrees(found, batch, token_ids, way)
+                if not self._exact[way, padded]:
+                    continue
+            if found is not None:
+                self.counts.ways[way] = None
+                return found
+        self.counts.ways["separate"] = None
+        return self._separate(batch, token_ids, features)
 
-    def log_probs(self, states: Tensor, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probabilities of next tokens, by the model's own readout.
-
-        Args:
-            states: f(s) of shape (n, d), as `states` returned them.
-            tokens: Token ids wanted for each of the n states.
-
-        Returns:
-            For each state, a float32 tensor with the natural-log probabilities of its tokens.
-        """
-        result: list[Tensor] = []
-        rows = max(1, READOUT_VALUES // int(self._config.vocab_size))
-        for start in range(0, len(states), rows):
-            logits = self._readout(states[start : start + rows]).float()
-            log_partition = torch.logsumexp(logits, dim=-1, keepdim=True)
-            for row, wanted in enumerate(tokens[start : start + rows]):
-                index = torch.tensor(wanted, dtype=torch.long, device=logits.device)
-                result.append((logits[row, index] - log_partition[row]).cpu())
-        return result
+    def token_states(self, rows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return f of every prefix of each row, shape (len(row), d), in the dtype of the hidden states, on the CPU."""
+        hidden, _ = self._forward(_padded(rows), sum(map(len, rows)))
+        virtual = hidden[LAST_LAYER].shape[1] - max(map(len, rows))
+        return [
+            values[virtual : virtual + len(row)].cpu() for values, row in zip(hidden[LAST_LAYER], rows, strict=True)
+        ]
 
     # ------------------------------------------------------------------------------------------------ one pass
 
     def _forward(
-        self,
-        rows: Sequence[tuple[int, ...]],
-        features: Sequence[Feature],
-        *,
-        use_cache: bool = False,
-        cache: Any = None,
-        prefix_lengths: Sequence[int] | None = None,
-    ) -> tuple[dict[Feature, Tensor], Any]:
-        """Forward right-padded rows; with `cache`, rows continue cached prefixes of the given unpadded lengths."""
-        lengths = torch.tensor([len(row) for row in rows])
-        inputs = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        kwargs: dict[str, Any] = {"input_ids": inputs.to(self._device), "use_cache": use_cache or cache is not None}
-        if cache is not None:
-            assert prefix_lengths is not None
-            kwargs |= self._continue_arguments(cache, prefix_lengths, inputs.shape[1])
-        layers = [feature for feature in features if feature.layer != LAST_LAYER]
-        if layers:
-            kwargs["output_hidden_states"] = True
-
-        with self._inference(), self._capture_head_input() as captured:
-            output = self._model(**kwargs)
-        hidden = captured[0]
-        found = {F_OF_S: _pool(hidden, lengths, "last")}
-        for feature in features:
-            source = hidden if feature.layer == LAST_LAYER else output.hidden_states[feature.layer]
-            found[feature] = _pool(source, lengths, feature.pooling)
-        found = {feature: value.cpu() for feature, value in found.items()}
-        return found, getattr(output, self._cache_name, None)
-
-    @contextlib.contextmanager
-    def _inference(self) -> Iterator[None]:
-        device_type = self._device.type
-        with (
-            torch.inference_mode(),
-            torch.autocast(device_type, dtype=self._autocast_dtype, enabled=self._autocast_dtype is not None),
-        ):
-            yield
+        self, inputs: Tensor, num_tokens: int, layers: Sequence[str | int] = (), **kwargs: Any
+    ) -> tuple[dict[str | int, Tensor], Any]:
+        """Return hidden states (rows, positions, d) by layer, f always among them, and the key/value cache if asked for."""
+        self.counts.tokens += num_tokens
+        self.counts.padding += inputs.numel() - num_tokens
+        wanted = [layer for layer in layers if layer != LAST_LAYER]
+        kwargs = {"use_cache": False, **kwargs} | ({"output_hidden_states": True} if wanted else {})
+        with inference(self._device, self._autocast_dtype), self._capture_head_input() as captured:
+            output = self._model(input_ids=inputs.to(self._device), **kwargs)
+        hidden = {layer: output.hidden_states[layer] for layer in wanted} | {LAST_LAYER: captured[0]}
+        return hidden, getattr(output, self._cache_name, None)
 
     @contextlib.contextmanager
     def _capture_head_input(self) -> Iterator[list[Tensor]]:
@@ -178,95 +197,139 @@ class LastStateModel:
                 "(for example --model vllm); probe tasks cannot."
             )
 
-    # ------------------------------------------------------------------------------------------------- readout
+    # ------------------------------------------------------------------------------------------- ways of sharing
 
-    def _readout(self, states: Tensor) -> Tensor:
-        """Logits of shape (n, V) of f(s) given as (n, d)."""
-
-        def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (states.to(device=args[0].device, dtype=args[0].dtype).unsqueeze(0), *args[1:])
-
-        token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        handle = self._head.register_forward_pre_hook(replace)
-        try:
-            with self._inference(), _float32_head(self._head):
-                output = self._model(input_ids=token, use_cache=False)
-        finally:
-            handle.remove()
-        return output.logits[0]
-
-    # ------------------------------------------------------------------------------------------------ branches
-
-    def _branch_states(
-        self, batch: Batch, token_ids: Sequence[tuple[int, ...]], cache: Any
-    ) -> dict[int, dict[Feature, Tensor]]:
-        """f(s) of sequences that continue rows of the batch, from the cache where that is exact for this model."""
-        result: dict[int, dict[Feature, Tensor]] = {}
-        padded_length = len(token_ids[batch.sequences[0]])
-        prefix_lengths = [len(token_ids[sequence]) for sequence in batch.sequences]
-        # Branches of one call have equal numbers of new tokens, and rows with and without padding are kept apart,
-        # since the one may be exact where the other is not.
-        groups: dict[tuple[int, bool], list[Any]] = {}
-        for branch in batch.branches:
-            prefix = prefix_lengths[branch.row]
-            new = len(token_ids[branch.sequence]) - prefix
-            groups.setdefault((new, prefix < padded_length), []).append(branch)
-        for (_, padded), branches in groups.items():
-            for start in range(0, len(branches), len(batch.sequences)):
-                chunk = branches[start : start + len(batch.sequences)]
-                whole = [token_ids[branch.sequence] for branch in chunk]
-                found = None
-                if self._may_branch(cache, padded, padded_length + len(whole[0])):
-                    found = self._continue(cache, chunk, whole, prefix_lengths, padded)
-                if found is None:
-                    order = sorted(range(len(whole)), key=lambda row: -len(whole[row]))
-                    plain = self._forward([whole[row] for row in order], [])[0][F_OF_S]
-                    found = torch.empty_like(plain)
-                    found[order] = plain
-                for row, branch in enumerate(chunk):
-                    result[branch.sequence] = {F_OF_S: found[row]}
-        return result
-
-    def _may_branch(self, cache: Any, padded: bool, total_length: int) -> bool:
-        if not self._branches_exact.get(padded, True):
-            return False
-        layers = getattr(cache, "layers", None)
-        if not layers or not all(hasattr(layer, "batch_select_indices") for layer in layers):
-            return False
-        # A sliding window counts padding as tokens, and its cache forgets the beginning.
+    def _possible_ways(
+        self, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+    ) -> list[str]:
+        """Ways that nothing about the model or the batch rules out."""
+        longest = max(len(token_ids[sequence]) for tree in batch for sequence in tree.sequences)
+        # A sliding window counts neighbours in the row, padding among them, and its cache forgets the beginning.
         window = getattr(self._config, "sliding_window", None) or getattr(self._config, "attention_chunk_size", None)
-        return window is None or total_length <= window
+        adapters = getattr(self._model, "peft_config", {}).values()
+        if (window is not None and longest > window) or any(adapter.is_prompt_learning for adapter in adapters):
+            return []
+        ways = []
+        # The other implementations of attention take no mask of this shape.
+        attention = getattr(self._config, "_attn_implementation", None)
+        if "position_ids" in self._parameters and attention in ("sdpa", "eager"):
+            ways.append("packed")
+        if all(feature.pooling == "last" for feature in features):
+            ways.append("cached")
+        return ways
 
-    def _continue(
-        self,
-        cache: Any,
-        chunk: Sequence[Any],
-        whole: Sequence[tuple[int, ...]],
-        prefix_lengths: Sequence[int],
-        padded: bool,
-    ) -> Tensor | None:
-        """f(s) of `whole`, whose beginnings are rows of the cache; None where that turns out not to be exact."""
-        prefixes = [prefix_lengths[branch.row] for branch in chunk]
-        suffixes = [row[prefix:] for row, prefix in zip(whole, prefixes, strict=True)]
-        selected = copy.deepcopy(cache)
-        selected.batch_select_indices(torch.tensor([branch.row for branch in chunk], device=self._device))
-        found = self._forward(suffixes, [], cache=selected, prefix_lengths=prefixes)[0][F_OF_S]
-        if padded not in self._branches_exact:
-            probe = min(range(len(whole)), key=lambda row: prefixes[row])  # the row with the most padding
-            plain = self._forward([whole[probe]], [])[0][F_OF_S][0].float()
-            difference = float((found[probe].float() - plain).norm() / plain.norm())
-            exact = difference <= BRANCH_TOLERANCE.get(found.dtype, 5e-2)
-            self._branches_exact[padded] = exact
-            if not exact:
-                logger.warning(
-                    "%s does not continue %s prompts exactly from its cache (relative difference %.1e), so multi-token "
-                    "label words are computed by separate passes.",
-                    type(self._model).__name__,
-                    "padded" if padded else "cached",
-                    difference,
-                )
-                return None
-        return found
+    def _agrees(self, found: BatchStates, batch: Sequence[Tree], token_ids: Any, way: str) -> bool:
+        """Whether f(s) of the tree of most sequences, and of those the shortest, is that of separate forwards."""
+        tree = min(batch, key=lambda tree: (-len(tree.sequences), tree.num_tokens))
+        compared = [Tree((sequence,), len(token_ids[sequence])) for sequence in tree.sequences[-COMPARED_SEQUENCES:]]
+        compared.sort(key=lambda single: -single.num_tokens)
+        plain = self._separate(compared, token_ids, [])
+        row_of = {sequence: row for row, sequence in enumerate(found.sequences)}
+        expected = plain.vectors[F_OF_S].float()
+        gap = found.vectors[F_OF_S][[row_of[sequence] for sequence in plain.sequences]].float() - expected
+        difference = float((gap.norm(dim=1) / expected.norm(dim=1)).max())
+        exact = difference <= SHARING_TOLERANCE.get(plain.vectors[F_OF_S].dtype, 5e-2)
+        if not exact:
+            logger.warning(
+                "%s: prompts that share a beginning are not exact when %s (relative difference %.1e), so another way is used.",
+                type(self._model).__name__,
+                way,
+                difference,
+            )
+        return exact
+
+    def _separate(
+        self, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+    ) -> BatchStates:
+        """Right-padded rows without a mask, no more tokens at once than the batch has as trees."""
+        sequences = sorted(
+            (sequence for tree in batch for sequence in tree.sequences), key=lambda sequence: -len(token_ids[sequence])
+        )
+        num_rows = max(1, len(batch) * batch[0].num_tokens // len(token_ids[sequences[0]]))
+        parts = []
+        for start in range(0, len(sequences), num_rows):
+            chunk = sequences[start : start + num_rows]
+            rows = [token_ids[sequence] for sequence in chunk]
+            hidden, _ = self._forward(_padded(rows), sum(map(len, rows)), [feature.layer for feature in features])
+            virtual = hidden[LAST_LAYER].shape[1] - len(rows[0])  # tokens that an adapter puts before the prompt
+            paths = [np.arange(virtual, virtual + len(row)) for row in rows]
+            parts.append(_read(hidden, features, chunk, range(len(rows)), paths))
+        return _joined(parts)
+
+    def _packed(
+        self, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+    ) -> BatchStates:
+        width = batch[0].num_tokens
+        inputs = torch.zeros(len(batch), width, dtype=torch.long)
+        positions = torch.zeros(len(batch), width, dtype=torch.long)
+        # Padding attends to itself, since a row of the softmax that sees nothing is not a number.
+        visible = torch.eye(width, dtype=torch.bool).repeat(len(batch), 1, 1)
+        sequences: list[int] = []
+        rows: list[int] = []
+        paths: list[np.ndarray] = []
+        for row, tree in enumerate(batch):
+            packed = pack(tree, token_ids)
+            used = slice(0, tree.num_tokens)
+            inputs[row, used] = torch.from_numpy(packed.token_ids)
+            positions[row, used] = torch.from_numpy(packed.positions)
+            visible[row, used, used] = torch.from_numpy(packed.visible)
+            sequences += tree.sequences
+            rows += [row] * len(tree.sequences)
+            paths += packed.paths
+        dtype = self._autocast_dtype or next(self._model.parameters()).dtype
+        # Additive, since eager attention adds a boolean mask as 0 and 1 without an error.
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+        hidden, _ = self._forward(
+            inputs,
+            sum(tree.num_tokens for tree in batch),
+            [feature.layer for feature in features],
+            attention_mask=mask.unsqueeze(1).to(self._device),
+            position_ids=positions.to(self._device),
+        )
+        return _read(hidden, features, sequences, rows, paths)
+
+    def _cached(
+        self, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+    ) -> BatchStates | None:
+        """Forward what all sequences of a tree share, then each rest; None where the model's cache cannot be copied."""
+        order = []
+        for tree in batch:
+            first, last = token_ids[tree.sequences[0]], token_ids[tree.sequences[-1]]
+            order.append((common_prefix_length(first, last), tree))
+        order.sort(key=lambda item: -item[0])
+        prefixes = [token_ids[tree.sequences[0]][:shared] for shared, tree in order]
+        layers = [feature.layer for feature in features]
+        hidden, cache = self._forward(_padded(prefixes), sum(map(len, prefixes)), layers, use_cache=True)
+        cache_layers = getattr(cache, "layers", None)
+        if not cache_layers or not all(hasattr(layer, "batch_select_indices") for layer in cache_layers):
+            return None
+        # The first sequence of a tree may be what the others share.
+        whole = {
+            tree.sequences[0]: row
+            for row, (shared, tree) in enumerate(order)
+            if shared == len(token_ids[tree.sequences[0]])
+        }
+        paths = [np.arange(len(prefixes[row])) for row in whole.values()]
+        parts = [_read(hidden, features, list(whole), list(whole.values()), paths)] if whole else []
+        rests = [
+            (sequence, row)
+            for row, (_, tree) in enumerate(order)
+            for sequence in tree.sequences
+            if sequence not in whole
+        ]
+        rests.sort(key=lambda item: len(prefixes[item[1]]) - len(token_ids[item[0]]))
+        for start in range(0, len(rests), len(batch)):
+            chunk = rests[start : start + len(batch)]
+            lengths = [len(prefixes[row]) for _, row in chunk]
+            suffixes = [token_ids[sequence][length:] for (sequence, _), length in zip(chunk, lengths, strict=True)]
+            selected = copy.deepcopy(cache)
+            selected.batch_select_indices(torch.tensor([row for _, row in chunk], device=self._device))
+            inputs = _padded(suffixes)
+            continued = self._continue_arguments(selected, lengths, inputs.shape[1])
+            hidden, _ = self._forward(inputs, sum(map(len, suffixes)), layers, use_cache=True, **continued)
+            paths = [np.arange(len(suffix)) for suffix in suffixes]
+            parts.append(_read(hidden, features, [sequence for sequence, _ in chunk], range(len(chunk)), paths))
+        return _joined(parts)
 
     def _continue_arguments(self, cache: Any, prefix_lengths: Sequence[int], new_tokens: int) -> dict[str, Any]:
         past = int(cache.get_seq_length())
@@ -281,41 +344,43 @@ class LastStateModel:
         return arguments
 
 
-def _pool(hidden: Tensor, lengths: Tensor, pooling: str) -> Tensor:
-    """Reduce (rows, positions, d) to (rows, d) over the real tokens; positions before them (virtual tokens) count not."""
-    lengths = lengths.to(hidden.device)
-    virtual = hidden.shape[1] - int(lengths.max())
-    if pooling == "last":
-        return hidden[torch.arange(len(hidden), device=hidden.device), virtual + lengths - 1]
-    positions = torch.arange(hidden.shape[1], device=hidden.device) - virtual
-    real = (positions >= 0) & (positions < lengths.unsqueeze(1))
-    # A float32 sum: thousands of bfloat16 terms would lose all but the first few hundred.
-    total = torch.where(real.unsqueeze(-1), hidden, 0).sum(1, dtype=torch.float32)
-    return (total / lengths.unsqueeze(1)).to(hidden.dtype)
+def is_out_of_memory(err: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the CPU, whose allocator has no class of its own."""
+    return isinstance(err, torch.OutOfMemoryError) or "can't allocate memory" in str(err)
 
 
-@contextlib.contextmanager
-def _float32_head(head: nn.Module) -> Iterator[None]:
-    """Let a plain half-precision linear head multiply in float32.
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of token ids padded on the right, shape (rows, longest)."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
-    Logits rounded to bfloat16 differ in steps of 1/16 at the usual magnitudes, so that different label words tie. Heads
-    that are not plain linear layers (quantised, adapted, offloaded) are left as they are.
-    """
-    if (
-        type(head) is not nn.Linear
-        or head.weight.dtype not in (torch.bfloat16, torch.float16)
-        or hasattr(head, "_hf_hook")
-    ):
-        yield
-        return
 
-    def forward(hidden: Tensor) -> Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.float(), head.weight.float(), bias)
+def _read(
+    hidden: dict[str | int, Tensor],
+    features: Sequence[Feature],
+    sequences: Sequence[int],
+    rows: Sequence[int],
+    paths: Sequence[np.ndarray],
+) -> BatchStates:
+    """Reduce hidden states (rows, positions, d) to one vector a sequence: `paths` says where its tokens stand in its row."""
+    found = {}
+    for feature in dict.fromkeys((F_OF_S, *features)):
+        values = hidden[feature.layer]
+        row_index = torch.tensor(list(rows), device=values.device)
+        if feature.pooling == "last":
+            ends = torch.tensor([int(path[-1]) for path in paths], device=values.device)
+            found[feature] = values[row_index, ends].cpu()
+        else:
+            # A float32 sum: thousands of bfloat16 terms would lose all but the first few hundred.
+            means = [
+                values[row, torch.from_numpy(path).to(values.device)].mean(0, dtype=torch.float32)
+                for row, path in zip(rows, paths, strict=True)
+            ]
+            found[feature] = torch.stack(means).to(values.dtype).cpu()
+    return BatchStates(list(sequences), found)
 
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
+
+def _joined(parts: Sequence[BatchStates]) -> BatchStates:
+    return BatchStates(
+        [sequence for part in parts for sequence in part.sequences],
+        {feature: torch.cat([part.vectors[feature] for part in parts]) for feature in parts[0].vectors},
+    )

@@ -1,21 +1,40 @@
 """Which token sequences are forwarded, and together with which others. Pure: token ids in, index lists out.
 
-A sequence may name a *root*, another sequence that is its prefix: then the forward continues from the root's key/value
-cache and computes only the remaining tokens. Today roots are prompts and their branches are the prompts continued by all
-but the last token of a multi-token label word; a shared document under several templates has the same shape.
+Prompts that begin alike, such as one document under several templates or one prompt continued by the first tokens of several
+label words, make a *tree*: their common beginnings are forwarded once. The plan works on token ids, so it is right for any
+tokenizer: where the end of a document is tokenised differently under two templates, the shared beginning is that much
+shorter. A sequence that shares nothing is a tree of one.
+
+`pack` lays a tree out as one row of tokens, each of which attends to its own ancestors only. Whether a model computes such
+rows exactly is not the plan's business; see `forward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["NO_ROOT", "Batch", "Branch", "SequenceTable", "make_batches", "sequence_key"]
+__all__ = [
+    "PackedTree",
+    "SequenceTable",
+    "Tree",
+    "common_prefix_length",
+    "make_batches",
+    "pack",
+    "sequence_key",
+    "share_prefixes",
+]
 
-NO_ROOT = -1
+MIN_SHARED = 0.25
+"""Share of its tokens that a sequence must find in a tree to join it: below, a longer row costs about what it saves."""
+
+WIDE_ROW = 256
+"""Tokens that a tree may have whatever the length of its sequences. A row of N tokens costs N² in attention, of which a tree
+uses a part only, so a tree has at most as many tokens as this or twice its longest sequence."""
 
 
 def sequence_key(token_ids: Sequence[int]) -> bytes:
@@ -29,115 +48,191 @@ class SequenceTable:
     Attributes:
         token_ids: The sequences.
         keys: `sequence_key` of each.
-        roots: For each, the index of the sequence that it continues, or `NO_ROOT`.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[tuple[int, ...]] = []
         self.keys: list[bytes] = []
-        self.roots: list[int] = []
         self._index: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def add(self, token_ids: Sequence[int], root: int = NO_ROOT) -> int:
+    def add(self, token_ids: Sequence[int]) -> int:
         """Return the index of a sequence, which is added if it is new.
 
-        Args:
-            token_ids: At least one token id.
-            root: Index of a sequence without a root that is a proper prefix of this one. Ignored where the sequence is
-                known already: whatever was known as a prompt in its own right stays one.
-
         Raises:
-            ValueError: If the sequence is empty, or `root` is no proper prefix of it.
+            ValueError: If the sequence is empty.
         """
         if not len(token_ids):
             raise ValueError("A sequence needs at least one token.")
         key = sequence_key(token_ids)
         index = self._index.get(key)
-        if index is not None:
-            if root == NO_ROOT:
-                self.roots[index] = NO_ROOT
-            return index
-        if root != NO_ROOT:
-            prefix = self.token_ids[root]
-            if len(prefix) >= len(token_ids) or tuple(token_ids[: len(prefix)]) != prefix:
-                raise ValueError(f"Sequence {root} is no proper prefix of the sequence to add.")
-        index = self._index[key] = len(self.token_ids)
-        self.token_ids.append(tuple(token_ids))
-        self.keys.append(key)
-        self.roots.append(root)
+        if index is None:
+            index = self._index[key] = len(self.token_ids)
+            self.token_ids.append(tuple(token_ids))
+            self.keys.append(key)
         return index
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A sequence that continues one row of a batch: `row` is the position in `Batch.sequences`."""
+class Tree:
+    """Sequences that are forwarded as one row.
 
-    sequence: int
-    row: int
+    Attributes:
+        sequences: Indices into the table, in the lexicographic order of their token ids.
+        num_tokens: Tokens of the row: distinct beginnings of its sequences.
+    """
+
+    sequences: tuple[int, ...]
+    num_tokens: int
+
+    def halves(self, token_ids: Sequence[tuple[int, ...]]) -> tuple[Tree, Tree]:
+        """Two trees with half of the sequences each; needs two sequences."""
+        middle = len(self.sequences) // 2
+        parts = (self.sequences[:middle], self.sequences[middle:])
+        return Tree(parts[0], _count_tokens(parts[0], token_ids)), Tree(parts[1], _count_tokens(parts[1], token_ids))
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sequences that are forwarded together, longest first, and the branches that continue them."""
+class PackedTree:
+    """A tree as one row of N tokens.
 
-    sequences: tuple[int, ...]
-    branches: tuple[Branch, ...] = field(default=())
+    Attributes:
+        token_ids: Shape (N,), int64.
+        positions: Position of each token in its own sequence, from 0, shape (N,), int64.
+        visible: visible[i, j] says whether token i attends to token j: its ancestors and itself. Shape (N, N), bool.
+        paths: For each sequence of the tree, in its order, where its tokens stand in the row.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    visible: NDArray[np.bool_]
+    paths: tuple[NDArray[np.int64], ...]
+
+
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens that two sequences share."""
+    length = min(len(first), len(second))
+    # Tuples compare at the speed of C: most pairs that are asked about are a prefix of one another, or differ at once.
+    if first[:length] == second[:length]:
+        return length
+    low, high = 0, length
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle)
+    return low
+
+
+def share_prefixes(token_ids: Sequence[tuple[int, ...]], chosen: Sequence[int]) -> list[Tree]:
+    """Group sequences that begin alike.
+
+    In lexicographic order the longest beginning that a sequence shares with any earlier one is what it shares with the one
+    before, so one walk finds the trees.
+
+    Args:
+        token_ids: All sequences.
+        chosen: Indices of those to group.
+
+    Returns:
+        Trees in which every chosen sequence occurs exactly once.
+    """
+    trees: list[Tree] = []
+    members: list[int] = []
+    num_tokens = longest = 0
+    for index in sorted(chosen, key=lambda i: token_ids[i]):
+        ids = token_ids[index]
+        shared = common_prefix_length(token_ids[members[-1]], ids) if members else 0
+        longest_then = max(longest, len(ids))
+        fits = num_tokens + len(ids) - shared <= max(WIDE_ROW, 2 * longest_then)
+        if members and shared >= MIN_SHARED * len(ids) and fits:
+            members.append(index)
+            num_tokens, longest = num_tokens + len(ids) - shared, longest_then
+            continue
+        if members:
+            trees.append(Tree(tuple(members), num_tokens))
+        members, num_tokens, longest = [index], len(ids), len(ids)
+    if members:
+        trees.append(Tree(tuple(members), num_tokens))
+    return trees
 
 
 def make_batches(
-    lengths: Sequence[int],
-    roots: Sequence[int],
-    missing: Sequence[int],
-    *,
-    max_rows: int | None,
-    max_tokens: int,
-    batch_cost: int = 0,
-) -> list[Batch]:
-    """Group the missing sequences into batches, longest first, so that memory runs out in the first batch or never.
+    trees: Sequence[Tree], *, max_rows: int | None, max_tokens: int, batch_cost: int = 0
+) -> list[tuple[Tree, ...]]:
+    """Group trees into batches, longest first, so that memory runs out in the first batches or never.
+
+    Trees of one sequence make batches of their own: they need no mask.
 
     Args:
-        lengths: Number of tokens of every sequence.
-        roots: For every sequence, the index of its root or `NO_ROOT`.
-        missing: The sequences to forward. A branch whose root is not missing is forwarded on its own.
-        max_rows: Most sequences in a batch; None: only `max_tokens` counts.
-        max_tokens: Most tokens in a batch, padding included. A longer sequence makes a batch of one.
-        batch_cost: What one more batch costs, in tokens. A batch ends early where filling it up with shorter sequences
-            would cost more than that in padding; 0: it never does.
+        trees: Of `share_prefixes`.
+        max_rows: Most trees in a batch; None: only `max_tokens` counts.
+        max_tokens: Most tokens in a batch, padding included. A longer tree makes a batch of one.
+        batch_cost: What one more batch costs, in tokens. A batch ends early where filling it up with shorter trees would
+            cost more than that in padding; 0: it never does.
 
     Returns:
-        Batches in which every missing sequence occurs exactly once, as a sequence or as a branch.
+        Batches in which every tree occurs exactly once, the longest tree first in each.
     """
-    wanted = set(missing)
-    branches: dict[int, list[int]] = {}
-    tops = []
-    for sequence in missing:
-        root = roots[sequence]
-        if root != NO_ROOT and roots[root] == NO_ROOT and root in wanted:
-            branches.setdefault(root, []).append(sequence)
-        else:
-            tops.append(sequence)
-    # Sequences of equal length stay in the order of their index, so that a plan depends on nothing but its input.
-    tops.sort(key=lambda sequence: (-lengths[sequence], sequence))
+    single = [tree for tree in trees if len(tree.sequences) == 1]
+    shared = [tree for tree in trees if len(tree.sequences) > 1]
+    batches = [
+        batch
+        for kind in (single, shared)
+        for batch in _batches_of_a_kind(kind, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost)
+    ]
+    batches.sort(key=lambda batch: (-batch[0].num_tokens, batch[0].sequences))
+    return batches
 
-    groups: list[list[int]] = []
-    for position, sequence in enumerate(tops):
+
+def _batches_of_a_kind(
+    trees: Sequence[Tree], *, max_rows: int | None, max_tokens: int, batch_cost: int
+) -> list[tuple[Tree, ...]]:
+    # Trees of equal length stay in the order of their indices, so that a plan depends on nothing but its input.
+    ordered = sorted(trees, key=lambda tree: (-tree.num_tokens, tree.sequences))
+    groups: list[list[Tree]] = []
+    for position, tree in enumerate(ordered):
         if groups:
             group = groups[-1]
-            longest = lengths[group[0]]
+            longest = group[0].num_tokens
             capacity = max_tokens // longest if max_rows is None else min(max_rows, max_tokens // longest)
-            room = min(capacity - len(group), len(tops) - position)
-            padding = room * (longest - lengths[sequence])
+            room = min(capacity - len(group), len(ordered) - position)
+            padding = room * (longest - tree.num_tokens)
             if room > 0 and (not batch_cost or padding <= batch_cost):
-                group.append(sequence)
+                group.append(tree)
                 continue
-        groups.append([sequence])
-    return [
-        Batch(
-            tuple(group),
-            tuple(Branch(child, row) for row, top in enumerate(group) for child in branches.get(top, ())),
-        )
-        for group in groups
-    ]
+        groups.append([tree])
+    return [tuple(group) for group in groups]
+
+
+def pack(tree: Tree, token_ids: Sequence[tuple[int, ...]]) -> PackedTree:
+    """Lay a tree out as one row: the first sequence, then of each further one what it does not share with the one before."""
+    tokens = np.empty(tree.num_tokens, dtype=np.int64)
+    positions = np.empty(tree.num_tokens, dtype=np.int64)
+    visible = np.zeros((tree.num_tokens, tree.num_tokens), dtype=np.bool_)
+    paths: list[NDArray[np.int64]] = []
+    used = 0
+    previous: tuple[int, ...] = ()
+    for index in tree.sequences:
+        ids = token_ids[index]
+        shared = common_prefix_length(previous, ids)
+        new = np.arange(used, used + len(ids) - shared)
+        path = np.concatenate([paths[-1][:shared], new]) if paths else new
+        tokens[new] = ids[shared:]
+        positions[new] = np.arange(shared, len(ids))
+        visible[np.ix_(new, path[:shared])] = True
+        visible[np.ix_(new, new)] = np.tri(len(new), dtype=np.bool_)
+        paths.append(path)
+        used += len(new)
+        previous = ids
+    assert used == tree.num_tokens, "a tree counts its distinct tokens"
+    return PackedTree(tokens, positions, visible, tuple(paths))
+
+
+def _count_tokens(sequences: Sequence[int], token_ids: Sequence[tuple[int, ...]]) -> int:
+    previous: tuple[int, ...] = ()
+    total = 0
+    for index in sequences:
+        total += len(token_ids[index]) - common_prefix_length(previous, token_ids[index])
+        previous = token_ids[index]
+    return total

@@ -52,7 +52,7 @@ class PromptEncoder:
         self, tokenizer: Any, *, max_length: int, add_special_tokens: bool | None, prefix_token_id: int | None
     ) -> None:
         self._tokenizer = tokenizer
-        self._max_length = max_length
+        self.max_length = max_length
         self._special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         self._prefix_token_id = prefix_token_id
         self._prefix_text = None if prefix_token_id is None else tokenizer.decode(prefix_token_id)
@@ -103,7 +103,7 @@ class PromptEncoder:
         texts: list[str] = []
         cuts: list[int] = []
         for context, request in zip(contexts, requests, strict=True):
-            limit = self._max_length - max((reserved[word] for word in request.continuations), default=0)
+            limit = self.max_length - max((reserved[word] for word in request.continuations), default=0)
             before = len(ids_of[context])
             if before > limit:
                 context = self._cut(context, request.document, limit)
@@ -120,7 +120,7 @@ class PromptEncoder:
         continuation_of = self._encode_continuations(pairs, ids_of)
         return [
             EncodedPrompt(
-                context=self._not_empty(ids_of[text], text),
+                context=self.or_prefix(ids_of[text], text),
                 continuations=tuple(continuation_of[text, word] for word in request.continuations),
                 cut_tokens=cut,
             )
@@ -138,7 +138,8 @@ class PromptEncoder:
             for word, ids in zip(words, self._call(words, add_special_tokens=False), strict=True)
         }
 
-    def _not_empty(self, ids: list[int], text: str) -> tuple[int, ...]:
+    def or_prefix(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Return the token ids of a text, or the prefix token where it has none."""
         if ids:
             return tuple(ids)
         if self._prefix_token_id is None:

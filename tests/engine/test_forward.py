@@ -155,22 +155,124 @@ def test_states_that_are_not_finite_name_the_prompt_and_the_layer(bad: float) ->
         run(model, [PromptRequest(WORDS)], texts=TEXTS[:1])
 
 
-def test_a_cache_that_is_not_exact_is_noticed(
+DOCUMENTS = ("the film is good", "I hated it, all of it and then some more of it.", "the good and the bad")
+TEMPLATES = (" This movie is", " It was", " In short it is a", "", " This movie was the")
+SWEEP = [document + template for document in DOCUMENTS for template in TEMPLATES]
+WAYS = dict.fromkeys(CONFIGS, "packed") | {
+    # ALiBi takes its positions from the mask; the windows of these three are shorter than the prompts; state spaces mix tokens.
+    "bloom": "cached",
+    **dict.fromkeys(("gemma2", "gemma3", "mistral", "mamba", "mamba2"), "separate"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family_name", "max_rows"), [*((name, 3) for name in sorted(CONFIGS)), ("llama", 1), ("llama", None), ("bloom", 1)]
+)
+def test_prompts_that_share_a_beginning_are_those_of_separate_forwards(family_name: str, max_rows: int | None) -> None:
+    model = tiny_model(family_name)
+    answers, summary = run(
+        model, [PromptRequest(WORDS, (Feature(), Feature(1)))] * len(SWEEP), texts=SWEEP, max_rows=max_rows
+    )
+    assert summary.sharing == WAYS[family_name]
+    assert (summary.tokens < summary.separate_tokens) == (WAYS[family_name] != "separate")
+    tokenizer = tiny_tokenizer()
+    for text, answer in zip(SWEEP, answers, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        for feature, expected in ((Feature(), last_state(model, ids)), (Feature(1), hidden_states(model, ids)[1][-1])):
+            found = torch.from_numpy(answer.source.take([answer.row], feature)[0])
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4, msg=f"{text!r}, {feature}")
+        for word, found in zip(WORDS, answer.log_probs, strict=True):
+            continuation = tokenizer(text + word)["input_ids"][len(ids) :]
+            assert found == pytest.approx(continuation_log_prob(model, ids, continuation), abs=1e-4)
+
+
+@pytest.mark.parametrize("family_name", ["mistral", "gemma2"])
+def test_prompts_within_a_sliding_window_are_packed(family_name: str) -> None:
+    model = tiny_model(family_name)
+    model.config.sliding_window = 128
+    for module in model.modules():
+        if hasattr(module, "sliding_window"):
+            module.sliding_window = 128
+    answers, summary = run(model, [PromptRequest(SINGLE)] * len(SWEEP), texts=SWEEP)
+    assert summary.sharing == "packed"
+    for text, answer in zip(SWEEP, answers, strict=True):
+        alone = run(model, [PromptRequest(SINGLE)], texts=[text])[0][0]
+        assert answer.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family_name", ["gpt2", "llama", "bloom", "mamba"])
+def test_means_over_tokens_of_prompts_that_share_a_beginning(family_name: str) -> None:
+    model = tiny_model(family_name)
+    feature = Feature(1, "mean")
+    answers, _ = run(model, [PromptRequest(features=(feature,))] * len(SWEEP), texts=SWEEP)
+    for text, answer in zip(SWEEP, answers, strict=True):
+        expected = hidden_states(model, tiny_tokenizer()(text)["input_ids"])[1].mean(0)
+        torch.testing.assert_close(
+            torch.from_numpy(answer.source.take([answer.row], feature)[0]), expected, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_each_beginning_is_forwarded_once() -> None:
+    model = tiny_model("llama")
+    tokenizer = tiny_tokenizer()
+    beginnings = {
+        tuple(ids[:length])
+        for ids in (tokenizer(text)["input_ids"] for text in SWEEP)
+        for length in range(1, len(ids) + 1)
+    }
+    engine = LastStateModel(model, device=torch.device("cpu"))
+    engine._exact = {("packed", padded): True for padded in (False, True)}  # no comparison, which forwards more
+    encoder = PromptEncoder(tokenizer, max_length=128, add_special_tokens=None, prefix_token_id=0)
+    _, summary = answer_requests(
+        SWEEP,
+        [PromptRequest(SINGLE)] * len(SWEEP),
+        model=engine,
+        encoder=encoder,
+        store=None,
+        max_rows=None,
+        max_tokens=4096,
+        progress=False,
+    )
+    assert summary.tokens <= 1.1 * len(beginnings)  # "the" begins two documents, too little to make one row of them
+
+
+def test_a_way_of_sharing_that_is_not_exact_is_noticed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that ignores the positions it is given would be wrong after padding; the engine must see and correct it."""
-    model = tiny_model("gpt2")
-    expected = run(model)[0]
-    forward = model.transformer.forward
+    """A model that ignores the mask and the positions it is given; the engine must see it and go another way."""
+    model = tiny_model("llama")
+    requests = [PromptRequest(WORDS)] * len(SWEEP)
+    expected = run(model, requests, texts=SWEEP)[0]
+    forward = model.model.forward
 
     def ignores_positions(*args, **kwargs):
         kwargs.pop("position_ids", None)
         kwargs.pop("attention_mask", None)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(model.transformer, "forward", ignores_positions)
-    found = run(model)[0]
-    assert "does not continue padded prompts exactly" in caplog.text
+    monkeypatch.setattr(model.model, "forward", ignores_positions)
+    found, summary = run(model, requests, texts=SWEEP)
+    assert "not exact when packed" in caplog.text
+    assert "not exact when cached" in caplog.text
+    assert summary.sharing == "separate"
+    for answer, reference in zip(found, expected, strict=True):
+        assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
+
+
+def test_a_model_that_refuses_masks_of_its_own_shape_is_forwarded_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    requests = [PromptRequest(WORDS)] * len(SWEEP)
+    expected = run(model, requests, texts=SWEEP)[0]
+    forward = model.model.forward
+
+    def refuses(*args, **kwargs):
+        if kwargs.get("attention_mask") is not None and kwargs["attention_mask"].dim() == 4:
+            raise ValueError("attention_mask must be two-dimensional")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", refuses)
+    found, summary = run(model, requests, texts=SWEEP)
+    assert summary.sharing == "cached"
     for answer, reference in zip(found, expected, strict=True):
         assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
 

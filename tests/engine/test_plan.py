@@ -1,96 +1,152 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness_ext.engine.plan import NO_ROOT, SequenceTable, make_batches, sequence_key
+from harness_ext.engine.plan import (
+    WIDE_ROW,
+    SequenceTable,
+    Tree,
+    common_prefix_length,
+    make_batches,
+    pack,
+    sequence_key,
+    share_prefixes,
+)
 
-SEQUENCES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=40)
+SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+DISTINCT = st.lists(SEQUENCE, min_size=1, max_size=40, unique=True)
 
 
-@given(SEQUENCES)
-def test_table_keeps_each_distinct_sequence_once(sequences: list[list[int]]) -> None:
+def beginnings(sequences: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    return {ids[:length] for ids in sequences for length in range(1, len(ids) + 1)}
+
+
+@given(st.lists(SEQUENCE, min_size=1, max_size=40))
+def test_table_keeps_each_distinct_sequence_once(sequences: list[tuple[int, ...]]) -> None:
     table = SequenceTable()
     indices = [table.add(sequence) for sequence in sequences]
-    assert len(table) == len({tuple(sequence) for sequence in sequences})
-    assert [list(table.token_ids[index]) for index in indices] == sequences
+    assert len(table) == len(set(sequences))
+    assert [table.token_ids[index] for index in indices] == sequences
+
+
+def test_table_refuses_an_empty_sequence() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        SequenceTable().add([])
 
 
 def test_keys_tell_sequences_apart_that_print_alike() -> None:
     assert len({sequence_key(ids) for ids in ([1, 23], [12, 3], [1, 2, 3], [123], [0, 1, 23])}) == 5
 
 
-def test_a_sequence_known_as_a_prompt_needs_no_root() -> None:
-    table = SequenceTable()
-    prompt = table.add([1, 2])
-    child = table.add([1, 2, 3], root=prompt)
-    assert table.roots[child] == prompt
-    assert table.add([1, 2, 3]) == child
-    assert table.roots[child] == NO_ROOT
-    assert table.add([1, 2, 3], root=prompt) == child
-    assert table.roots[child] == NO_ROOT
+@given(SEQUENCE, SEQUENCE, st.integers(0, 300))
+def test_common_prefix_length_is_that_of_a_loop(first, second, shared: int) -> None:
+    first, second = (7,) * shared + first, (7,) * shared + second
+    expected = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    assert common_prefix_length(first, second) == (min(len(first), len(second)) if expected is None else expected)
 
 
-@pytest.mark.parametrize("ids", [[1, 2], [2, 1, 3], []])
-def test_a_root_is_a_proper_prefix(ids: list[int]) -> None:
-    table = SequenceTable()
-    prompt = table.add([1, 2])
-    if ids == [1, 2]:  # known already: nothing to continue
-        assert table.add(ids, root=prompt) == prompt
-        return
-    with pytest.raises(ValueError, match=r"prefix|at least one token"):
-        table.add(ids, root=prompt)
+@given(DISTINCT, st.data())
+def test_trees_hold_every_chosen_sequence_once_and_count_their_beginnings(sequences, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(range(len(sequences))), unique=True))
+    trees = share_prefixes(sequences, chosen)
+    assert sorted(index for tree in trees for index in tree.sequences) == sorted(chosen)
+    for tree in trees:
+        members = [sequences[index] for index in tree.sequences]
+        assert members == sorted(members)
+        assert tree.num_tokens == len(beginnings(members))
 
 
-@given(st.data(), SEQUENCES, st.one_of(st.none(), st.integers(1, 5)), st.integers(1, 30), st.integers(0, 5))
-def test_batches_hold_every_missing_sequence_once_and_keep_their_limits(
-    data: st.DataObject, sequences: list[list[int]], max_rows: int | None, max_tokens: int, batch_cost: int
-) -> None:
-    table = SequenceTable()
-    for sequence in sequences:
-        prompt = table.add(sequence)
-        if data.draw(st.booleans()):
-            table.add([*sequence, 7], root=prompt)
-    missing = [index for index in range(len(table)) if data.draw(st.booleans())]
-    lengths = [len(ids) for ids in table.token_ids]
-    batches = make_batches(
-        lengths, table.roots, missing, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost
-    )
+def test_templates_of_one_document_make_one_tree() -> None:
+    document = tuple(range(100, 130))
+    templates = [(1, 2, 3), (1, 2, 4), (5,), ()]
+    other = tuple(range(200, 220))
+    sequences = [document + template for template in templates] + [other]
+    trees = share_prefixes(sequences, range(len(sequences)))
+    assert sorted(len(tree.sequences) for tree in trees) == [1, 4]
+    assert max(tree.num_tokens for tree in trees) == 30 + 3 + 1 + 1
 
-    planned = [index for batch in batches for index in batch.sequences]
-    planned += [branch.sequence for batch in batches for branch in batch.branches]
-    assert sorted(planned) == missing
-    tops = [lengths[index] for batch in batches for index in batch.sequences]
-    assert tops == sorted(tops, reverse=True)
+
+def test_a_long_common_beginning_does_not_make_one_endless_row() -> None:
+    """Few-shot examples before many documents: rows stay within twice the longest sequence."""
+    head = tuple(range(400))
+    sequences = [(*head, 1000 + i, *range(2000 + 20 * i, 2020 + 20 * i)) for i in range(200)]
+    trees = share_prefixes(sequences, range(len(sequences)))
+    assert sum(len(tree.sequences) for tree in trees) == 200
+    assert all(tree.num_tokens <= 2 * 421 for tree in trees)
+    assert sum(tree.num_tokens for tree in trees) < 0.15 * sum(map(len, sequences))
+
+
+def test_a_short_common_beginning_is_not_worth_a_row() -> None:
+    sequences = [(1, 2, *range(100 * i, 100 * i + 50)) for i in range(1, 9)]
+    assert all(len(tree.sequences) == 1 for tree in share_prefixes(sequences, range(len(sequences))))
+
+
+@given(DISTINCT)
+def test_packed_rows_hold_each_beginning_once_and_every_token_sees_its_own_past(sequences) -> None:
+    for tree in share_prefixes(sequences, range(len(sequences))):
+        packed = pack(tree, sequences)
+        assert len(packed.token_ids) == tree.num_tokens <= max(WIDE_ROW, 2 * 9)
+        for index, path in zip(tree.sequences, packed.paths, strict=True):
+            assert tuple(packed.token_ids[path]) == sequences[index]
+            assert packed.positions[path].tolist() == list(range(len(path)))
+            for length, place in enumerate(path.tolist(), 1):
+                assert np.flatnonzero(packed.visible[place]).tolist() == sorted(path[:length].tolist())
+        # Which beginning each place stands for, read off the mask alone.
+        found = [
+            tuple(packed.token_ids[sorted(np.flatnonzero(seen), key=lambda place: packed.positions[place])])
+            for seen in packed.visible
+        ]
+        assert sorted(found) == sorted(beginnings([sequences[index] for index in tree.sequences]))
+
+
+@given(DISTINCT)
+def test_halves_are_the_trees_of_their_sequences(sequences) -> None:
+    for tree in share_prefixes(sequences, range(len(sequences))):
+        if len(tree.sequences) < 2:
+            continue
+        halves = tree.halves(sequences)
+        assert halves[0].sequences + halves[1].sequences == tree.sequences
+        for half in halves:
+            assert half.num_tokens == len(beginnings([sequences[index] for index in half.sequences]))
+            assert len(pack(half, sequences).token_ids) == half.num_tokens
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), max_size=40),
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.integers(1, 30),
+    st.integers(0, 5),
+)
+def test_batches_hold_every_tree_once_and_keep_their_limits(sizes, max_rows, max_tokens: int, batch_cost: int) -> None:
+    trees = [
+        Tree(tuple(range(100 * i, 100 * i + members)), max(members, tokens))
+        for i, (members, tokens) in enumerate(sizes)
+    ]
+    batches = make_batches(trees, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost)
+    assert sorted((tree for batch in batches for tree in batch), key=lambda tree: tree.sequences) == trees
+    longest = [batch[0].num_tokens for batch in batches]
+    assert longest == sorted(longest, reverse=True)
     for batch in batches:
-        assert max_rows is None or len(batch.sequences) <= max_rows
-        assert len(batch.sequences) == 1 or len(batch.sequences) * lengths[batch.sequences[0]] <= max_tokens
-        for branch in batch.branches:
-            assert table.roots[branch.sequence] == batch.sequences[branch.row]
+        assert max_rows is None or len(batch) <= max_rows
+        assert len(batch) == 1 or len(batch) * batch[0].num_tokens <= max_tokens
+        assert all(first.num_tokens >= second.num_tokens for first, second in zip(batch, batch[1:], strict=False))
+        assert len({len(tree.sequences) > 1 for tree in batch}) == 1
 
 
-def test_a_branch_whose_root_is_known_is_forwarded_alone() -> None:
-    table = SequenceTable()
-    prompt = table.add([1, 2])
-    child = table.add([1, 2, 3], root=prompt)
-    (batch,) = make_batches([2, 3], table.roots, [child], max_rows=8, max_tokens=100)
-    assert batch.sequences == (child,)
-    assert batch.branches == ()
+def test_a_batch_ends_where_padding_would_cost_more_than_another_batch() -> None:
+    trees = [Tree((i,), tokens) for i, tokens in enumerate([100] * 4 + [10] * 40)]
+    free = make_batches(trees, max_rows=None, max_tokens=4400)
+    priced = make_batches(trees, max_rows=None, max_tokens=4400, batch_cost=50)
+    assert [len(batch) for batch in free] == [44]
+    assert [len(batch) for batch in priced] == [4, 40]
 
 
-def padding(lengths: list[int], batch_cost: int) -> tuple[int, int]:
-    batches = make_batches(
-        lengths, [NO_ROOT] * len(lengths), range(len(lengths)), max_rows=64, max_tokens=10**6, batch_cost=batch_cost
-    )
-    padded = sum(len(batch.sequences) * lengths[batch.sequences[0]] for batch in batches)
-    return len(batches), padded - sum(lengths)
-
-
-def test_a_batch_ends_where_padding_would_cost_more_than_a_new_batch() -> None:
-    lengths = [10] * 32 + [5] * 32
-    assert padding(lengths, 0) == (1, 160)
-    assert padding(lengths, 159) == (2, 0)
-    assert padding(lengths, 160) == (1, 160)
-    # Nothing is gained by keeping room for sequences that do not exist.
-    assert padding([10] * 3 + [9], 2) == (1, 1)
+@given(DISTINCT, st.randoms())
+def test_the_plan_does_not_depend_on_the_order_of_requests(sequences, random) -> None:
+    chosen = list(range(len(sequences)))
+    expected = make_batches(share_prefixes(sequences, chosen), max_rows=4, max_tokens=30)
+    random.shuffle(chosen)
+    assert make_batches(share_prefixes(sequences, chosen), max_rows=4, max_tokens=30) == expected

@@ -1,0 +1,273 @@
+"""The Φ of a causal language model: next-token distributions p_f(·|s) from states f(s), and what is made of them.
+
+Every distribution comes from the model's own logits: the model is called on a single token and a hook puts the given states in
+place of its hidden state, so that a bias, soft-capping, scaling and a padded vocabulary are what they are in the model.
+Distributions are made a few rows at a time and never kept: no array has (n, V) entries.
+
+Source of the conditional mean Φᵀp_f(·|s) and of the random projection that is its control: Saunshi, Malladi, Arora (ICLR
+2021), section 4.2 and appendix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness_ext.contracts import CONDITIONAL_MEAN, RANDOM_PROJECTION
+
+__all__ = ["Readout", "TokenMoments", "inference"]
+
+CHUNK_VALUES = 2**24
+"""Logits held at once: 64 MiB in float32, and as much again while they become probabilities."""
+
+KEPT_WEIGHT_BYTES = 2**29
+"""A float32 copy of Φ is kept up to this size; a larger one is cast again, block by block, for each chunk."""
+
+BLOCK_ROWS = 8192
+"""Rows of Φ cast at once."""
+
+LINEARITY_TOLERANCE = 1e-2
+"""Relative; half precision has 8 to 11 bits."""
+
+
+class TokenMoments(NamedTuple):
+    """Mean and variance (divisor n) of each token's probability over states; float64, shape (V,)."""
+
+    mean: np.ndarray
+    variance: np.ndarray
+
+
+class Readout:
+    """Reads states out; see the module.
+
+    Args:
+        model: The causal LM.
+        head: Its output embedding.
+        device: Where the model takes its token ids.
+        autocast_dtype: Mixed-precision dtype that lm_eval was asked for, or None.
+    """
+
+    def __init__(
+        self, model: nn.Module, head: nn.Module, *, device: torch.device, autocast_dtype: torch.dtype | None = None
+    ) -> None:
+        self._model, self._head, self._device, self._autocast_dtype = model, head, device, autocast_dtype
+        self._float32_weight: Tensor | None = None
+        self._random: Tensor | None = None
+        self._embedding: Tensor | None = None
+
+    # -------------------------------------------------------------------------------------------- distributions
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the model's logits, float32 of shape (n, V), for f(s) of shape (n, d).
+
+        V counts the rows that the model pads its vocabulary with, as its own softmax does. Give a few hundred states at a
+        time, or use the methods below.
+        """
+
+        def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (states.to(device=args[0].device, dtype=args[0].dtype).unsqueeze(0), *args[1:])
+
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        handle = self._head.register_forward_pre_hook(replace)
+        try:
+            with inference(self._device, self._autocast_dtype), self._in_float32():
+                output = self._model(input_ids=token, use_cache=False)
+        finally:
+            handle.remove()
+        return output.logits[0].float()
+
+    @torch.inference_mode()
+    def read(
+        self, states: Tensor, tokens: Sequence[Sequence[int]], mixtures: Sequence[str] = ()
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Read next-token log-probabilities and mixtures of the distribution.
+
+        Args:
+            states: f(s) of shape (n, d).
+            tokens: Token ids whose log-probability is wanted, for each state.
+            mixtures: `CONDITIONAL_MEAN` for Φᵀp, `RANDOM_PROJECTION` for Rᵀp.
+
+        Returns:
+            For each state, a float32 tensor with the natural-log probabilities of its tokens; and for each mixture a
+            float32 tensor of shape (n, d). All on the CPU.
+        """
+        log_probs: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {name: [] for name in mixtures}
+        for rows, logits, log_partition in self._chunks(states):
+            wanted = [torch.tensor(list(ids), dtype=torch.long) for ids in tokens[rows]]
+            lengths = [len(ids) for ids in wanted]
+            # One gather for the chunk: rows as often as tokens are wanted of them.
+            row_of = torch.repeat_interleave(torch.arange(len(wanted)), torch.tensor(lengths)).to(logits.device)
+            values = logits[row_of, torch.cat(wanted).to(logits.device)] - log_partition[row_of, 0]
+            log_probs += values.cpu().split(lengths)
+            if mixtures:
+                probabilities = logits.sub_(log_partition).exp_()
+                for name in mixtures:
+                    parts[name].append(self._mix(probabilities, name).cpu())
+        return log_probs, {name: torch.cat(values) for name, values in parts.items()}
+
+    @torch.inference_mode()
+    def moments(self, states: Tensor) -> TokenMoments:
+        """Return mean and variance of each token's probability over states (n, d)."""
+        count = 0
+        mean = squares = None
+        for _, logits, log_partition in self._chunks(states):
+            probabilities = logits.sub_(log_partition).exp_()
+            # Chan, Golub & LeVeque (1983): sums of squares of chunks are merged without cancellation.
+            chunk_mean = probabilities.mean(0, dtype=torch.float64)
+            chunk_squares = (probabilities - chunk_mean.float()).square_().sum(0, dtype=torch.float64)
+            size = len(probabilities)
+            if mean is None or squares is None:
+                mean, squares = chunk_mean, chunk_squares
+            else:
+                gap = chunk_mean - mean
+                mean = mean + gap * (size / (count + size))
+                squares = squares + chunk_squares + gap.square() * (count * size / (count + size))
+            count += size
+        assert mean is not None, "there is at least one state"
+        assert squares is not None
+        return TokenMoments(mean.cpu().numpy(), (squares / count).cpu().numpy())
+
+    @torch.inference_mode()
+    def probabilities(self, states: Tensor, tokens: Sequence[int]) -> np.ndarray:
+        """Return p_f of some tokens, float32 of shape (n, len(tokens)), for states (n, d)."""
+        result = np.empty((len(states), len(tokens)), dtype=np.float32)
+        index = torch.tensor(list(tokens), dtype=torch.long)
+        for rows, logits, log_partition in self._chunks(states):
+            chosen = logits.index_select(1, index.to(logits.device))
+            result[rows] = chosen.sub_(log_partition).exp_().cpu().numpy()
+        return result
+
+    def _chunks(self, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield rows, their logits (a tensor that may be changed, in inference mode) and log-partition (rows, 1)."""
+        size = max(1, CHUNK_VALUES // int(self._model.config.get_text_config().vocab_size))
+        for start in range(0, len(states), size):
+            rows = slice(start, min(start + size, len(states)))
+            logits = self.logits(states[rows])
+            yield rows, logits, torch.logsumexp(logits, dim=-1, keepdim=True)
+
+    def _mix(self, probabilities: Tensor, name: str) -> Tensor:
+        """Multiply (n, V) by Φ or R, in float32."""
+        matrix = {CONDITIONAL_MEAN: self.output_embedding, RANDOM_PROJECTION: self._random_matrix}[name]()
+        if matrix.dtype == torch.float32:
+            return probabilities @ matrix
+        result = torch.zeros(len(probabilities), matrix.shape[1], device=probabilities.device)
+        for start in range(0, len(matrix), BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            result += probabilities[:, rows] @ matrix[rows].float()
+        return result
+
+    # ------------------------------------------------------------------------------------------------ matrices
+
+    def output_embedding(self) -> Tensor:
+        """Return Φ of shape (V, d), on the model's device: float32, or the weight itself where a copy would be large.
+
+        Of a head that is not a plain linear layer (quantised, adapted) Φ is what it does to the unit vectors.
+
+        Raises:
+            TypeError: If the head is not affine, so that there is no Φ.
+        """
+        if self._embedding is None:
+            head = self._head
+            if type(head) is nn.Linear and not hasattr(head, "_hf_hook"):
+                weight = head.weight.detach()
+                small = weight.numel() * 4 <= KEPT_WEIGHT_BYTES
+                self._embedding = self._weight_in_float32() if small else weight
+            else:
+                self._embedding = self._embedding_of_unit_vectors()
+        return self._embedding
+
+    def gram(self) -> np.ndarray:
+        """Return ΦᵀΦ of shape (d, d), float64."""
+        embedding = self.output_embedding()
+        total = torch.zeros(embedding.shape[1], embedding.shape[1], dtype=torch.float64, device=embedding.device)
+        for start in range(0, len(embedding), BLOCK_ROWS):
+            block = embedding[start : start + BLOCK_ROWS].double()
+            total += block.T @ block
+        return total.cpu().numpy()
+
+    def _embedding_of_unit_vectors(self) -> Tensor:
+        like = next((p for p in self._head.parameters() if p.is_floating_point()), torch.zeros(1))
+        dim = int(getattr(self._head, "in_features", 0)) or int(self._model.config.get_text_config().hidden_size)
+        points = torch.eye(dim, dtype=like.dtype, device=like.device)
+        with inference(self._device, self._autocast_dtype):
+            origin = self._head(torch.zeros_like(points[:1])).float()
+            weight = self._head(points).float() - origin
+            generator = torch.Generator().manual_seed(0)
+            probe = torch.randn(4, dim, generator=generator).to(points)
+            answer = self._head(probe).float() - origin
+            expected = probe.float() @ weight
+        if float((answer - expected).norm()) > LINEARITY_TOLERANCE * float(answer.norm()):
+            raise TypeError(
+                f"The output embedding of {type(self._model).__name__} ({type(self._head).__name__}) is not affine, so it has "
+                "no Φ: conditional means and Quad features do not exist for this model. Use features f (probe_<dataset>) or "
+                "label words (natural_<dataset>, probe_words_<dataset>)."
+            )
+        return weight.T.contiguous()
+
+    def _random_matrix(self) -> Tensor:
+        """R of shape (V, d): a Gaussian matrix with its columns made orthonormal, the same for every run."""
+        if self._random is None:
+            embedding = self.output_embedding()
+            generator = torch.Generator().manual_seed(0)
+            gaussian = torch.randn(embedding.shape, generator=generator, dtype=torch.float32).to(embedding.device)
+            self._random = torch.linalg.qr(gaussian).Q
+        return self._random
+
+    # ----------------------------------------------------------------------------------------------- precision
+
+    def _weight_in_float32(self) -> Tensor:
+        weight = self._head.weight.detach()
+        if weight.dtype == torch.float32:
+            return weight
+        if self._float32_weight is None:
+            self._float32_weight = weight.float()
+        return self._float32_weight
+
+    @contextlib.contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Let a plain half-precision linear head multiply in float32.
+
+        Logits rounded to bfloat16 differ in steps of 1/16 at the usual magnitudes, so that different label words tie. Heads
+        that are not plain linear layers (quantised, adapted, offloaded) are left as they are.
+        """
+        head = self._head
+        if (
+            type(head) is not nn.Linear
+            or head.weight.dtype not in (torch.bfloat16, torch.float16)
+            or hasattr(head, "_hf_hook")
+        ):
+            yield
+            return
+
+        def forward(hidden: Tensor) -> Tensor:
+            bias = None if head.bias is None else head.bias.float()
+            small = head.weight.numel() * 4 <= KEPT_WEIGHT_BYTES
+            with torch.autocast(hidden.device.type, enabled=False):
+                if small:
+                    return functional.linear(hidden.float(), self._weight_in_float32(), bias)
+                blocks = head.weight.split(BLOCK_ROWS)
+                logits = torch.cat([functional.linear(hidden.float(), block.float()) for block in blocks], dim=-1)
+                return logits if bias is None else logits + bias
+
+        head.forward = forward
+        try:
+            yield
+        finally:
+            del head.forward
+
+
+@contextlib.contextmanager
+def inference(device: torch.device, autocast_dtype: torch.dtype | None) -> Iterator[None]:
+    """No gradients, and the mixed precision that lm_eval was asked for."""
+    with (
+        torch.inference_mode(),
+        torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None),
+    ):
+        yield
