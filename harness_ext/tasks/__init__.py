@@ -6,9 +6,26 @@ Importing this package registers our metrics with lm_eval and gives its models t
 from harness_ext.engine.attach import attach
 from harness_ext.tasks.metrics import register_metrics
 from harness_ext.tasks.natural import NaturalTask
-from harness_ext.tasks.probe import ProbeTask
+from harness_ext.tasks.probe import (
+    ClassWordsProbe,
+    ConditionalMeanProbe,
+    ProbabilitiesProbe,
+    ProbeTask,
+    QuadProbe,
+    RandomProjectionProbe,
+    SubsetWordsProbe,
+)
 
-__all__ = ["NaturalTask", "ProbeTask"]
+__all__ = [
+    "ClassWordsProbe",
+    "ConditionalMeanProbe",
+    "NaturalTask",
+    "ProbabilitiesProbe",
+    "ProbeTask",
+    "QuadProbe",
+    "RandomProjectionProbe",
+    "SubsetWordsProbe",
+]
 
 attach()
 register_metrics()

@@ -4,7 +4,8 @@ A task is an ordinary lm_eval YAML: `doc_to_text` names the column of the docume
 `doc_to_choice` lists the classes in the order of the labels (or, for a column of strings, its values). Our own options live
 under `metadata`, the only key where lm_eval accepts what it does not know, so `--metadata` overrides them for one run:
 
-    prompt      id or path of the prompt template; a mapping from task name to prompt sets it task by task
+    prompt      id or path of the prompt template, or a pattern or a list of them: a sweep, whose prompts are evaluated in one
+                pass; a mapping from task name to any of these sets it task by task
     eval_split  split to evaluate, instead of the YAML's
     report      not an option: what the run found out about itself, written into the results JSON
 
@@ -75,7 +76,9 @@ class PromptTask(ConfigurableTask):
         self.classes: tuple[str, ...] = tuple(str(name) for name in classes)
         self.text_column: str = settings["doc_to_text"]
         self.label_column: str = settings["doc_to_target"]
-        self.template = self._load_template(str(name))
+        self.templates = self._load_templates(str(name))
+        self._active = 0
+        self._contexts: list[str] = []
         self._report: dict[str, Any] = {}
         self._world_size = 1
         settings["metric_list"] = self._complete_metrics(str(name), settings.get("metric_list"))
@@ -89,9 +92,24 @@ class PromptTask(ConfigurableTask):
     def _source(self) -> str:
         return str(self._metadata.get("config_source", "task config"))
 
-    def _load_template(self, task: str) -> prompts.Prompt | None:
-        """The prompt of this task; None where it goes without one."""
+    def _load_templates(self, task: str) -> tuple[prompts.Prompt | None, ...]:
+        """The prompts of this task, at least one; None stands for the bare document."""
         raise NotImplementedError
+
+    @property
+    def template(self) -> prompts.Prompt | None:
+        """The prompt that contexts are being built with."""
+        return self.templates[self._active]
+
+    @property
+    def sweep_names(self) -> tuple[str, ...]:
+        """A name for each prompt of a sweep, for its metrics: the last part of its id where that is unique."""
+        ids = [str(template.id) if template is not None else "document" for template in self.templates]
+        short = [name.rpartition("/")[2].removesuffix(".jinja") for name in ids]
+        # lm_eval separates the name of a metric from that of its filter by a comma.
+        return tuple(
+            (last if short.count(last) == 1 else name).replace(",", "_") for name, last in zip(ids, short, strict=True)
+        )
 
     def _prompt_option(self, task: str) -> Any:
         option = self._metadata.get("prompt")
@@ -127,8 +145,15 @@ class PromptTask(ConfigurableTask):
         return result
 
     def _bind_aggregations(self) -> None:
-        if "macro_f1" in self._metric_fn_list:
-            self._aggregation_list["macro_f1"] = metrics.MacroF1(len(self.classes))
+        for name in metrics.OF_CLASSES:
+            if name in self._metric_fn_list:
+                self._aggregation_list[name] = metrics.OF_CLASSES[name](len(self.classes))
+        if len(self.templates) > 1 and "bypass" not in self._metric_fn_list:
+            for name, aggregation in metrics.of_sweep(self.sweep_names).items():
+                self._metric_fn_list[name] = metrics.pass_through
+                self._metric_fn_kwargs[name] = {}
+                self._aggregation_list[name] = aggregation
+                self._higher_is_better[name] = True
         self._of_evaluate = [entry["metric"] for entry in self.config.metric_list or [] if entry.get("hf_evaluate")]
         for name in self._of_evaluate:
             compute = self._metric_fn_list[name]
@@ -228,6 +253,24 @@ class PromptTask(ConfigurableTask):
             return ""  # refused, by its number, in `construct_requests`
         return self.template.render(doc).text if self.template is not None else str(doc[self.text_column])
 
+    def fewshot_context(self, doc: dict[str, Any], *args: Any, **kwargs: Any) -> str | list[str]:
+        """The context of a document (lm_eval's hook), under each prompt of a sweep with the same few-shot examples.
+
+        lm_eval passes the first on to `construct_requests`, which finds all of them in `_contexts`.
+        """
+        sampler = self.sampler if (args or kwargs.get("num_fewshot")) and len(self.templates) > 1 else None
+        drawn = None if sampler is None else sampler.rnd.getstate()
+        self._contexts = []
+        for prompt in range(len(self.templates)):
+            self._active = prompt
+            if sampler is not None:
+                sampler.rnd.setstate(drawn)
+            context = super().fewshot_context(doc, *args, **kwargs)
+            assert isinstance(context, str), "our tasks have one context a document"
+            self._contexts.append(context)
+        self._active = 0
+        return self._contexts[0]
+
     def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> int:
         """The class index of a document (lm_eval's hook)."""
         return self.label_of(doc)
@@ -249,7 +292,7 @@ class PromptTask(ConfigurableTask):
         super().build_all_requests(**kwargs)
 
     def document_span(self, doc: Mapping[str, Any], context: str) -> Span | None:
-        """Where the document stands in a context that may hold few-shot examples and a chat template around the prompt."""
+        """Where the document stands in a context of the active prompt, between few-shot examples and a chat template."""
         if self.template is not None:
             text, span = self.template.render(doc)
         else:
@@ -274,7 +317,6 @@ class PromptTask(ConfigurableTask):
     def apply_filters(self) -> None:
         """Run lm_eval's filters, then let the task look at all its answers together."""
         super().apply_filters()
-        self._report["prompt"] = self._describe_prompt()
         if "bypass" not in self._metric_fn_list:  # --predict_only
             by_document: dict[int, list[Instance]] = {}
             for instance in self._instances or []:
@@ -295,15 +337,45 @@ class PromptTask(ConfigurableTask):
         torch.distributed.all_gather_object(of_ranks, values)
         return [value for of_rank in of_ranks for value in of_rank]
 
-    def _describe_prompt(self) -> dict[str, Any] | None:
-        if self.template is None:
-            return None
-        return {
-            "id": self.template.id,
-            "digest": self.template.digest,
-            "template": self.template.source,
-            "label_words": {name: list(words) for name, words in self.template.label_words.items()},
-        }
+    def describe_prompts(self) -> list[dict[str, Any]]:
+        """What identifies each prompt, for the results JSON; for the bare document its name only."""
+        return [
+            {"name": name}
+            if template is None
+            else {
+                "name": name,
+                "id": template.id,
+                "digest": template.digest,
+                "template": template.source,
+                "label_words": {label: list(words) for label, words in template.label_words.items()},
+            }
+            for name, template in zip(self.sweep_names, self.templates, strict=True)
+        ]
+
+    def warn_of_duplicates(self) -> None:
+        """Say which prompts of a sweep are the same text with the same words, so that they count twice."""
+        of_sweep = [template for template in self.templates if template is not None]
+        found = [list(ids) for ids in prompts.duplicate_prompts(of_sweep)]
+        if found:
+            self._report["duplicate_prompts"] = found
+            logger.warning(
+                "%s: prompts of the same text and words: %s. Each counts in the means of the sweep.",
+                self.task_name,
+                "; ".join(" = ".join(ids) for ids in found),
+            )
+
+    def sweep_items(self, accuracies: Sequence[float], ensembles: Mapping[str, float]) -> dict[str, Any]:
+        """Items of the metrics of a sweep for one document.
+
+        Args:
+            accuracies: Of the document under each prompt.
+            ensembles: Of the document by all prompts together, by name of the metric.
+        """
+        if len(self.templates) == 1:
+            return {}
+        values = tuple(map(float, accuracies))
+        named = {f"acc@{name}": value for name, value in zip(self.sweep_names, values, strict=True)}
+        return {"acc_worst": values, "acc_best": values} | dict(ensembles) | named
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[PromptStates]) -> dict[str, Any]:
         """Items of the configured metrics for one document (lm_eval's hook)."""

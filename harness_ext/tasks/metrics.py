@@ -1,37 +1,50 @@
 """Our metrics in lm_eval's registry, and lm_eval's and `evaluate`'s metrics on our predictions.
 
-A metric that is a mean over documents has one number a document. Any other has one item a document, (gold, predictions)
-with one prediction for each of the task's runs (probes fitted on several training samples; a natural task has one run),
-and is the mean over runs of the metric over documents.
+A metric that is a mean over documents has one number a document. Any other has one item a document, which holds the gold class
+and one value for each of the task's runs (the prompts of a sweep, probes fitted on several training samples), and is the mean
+over runs of the metric over documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from lm_eval.api import registry
 
-from harness_ext.evaluators import scores
+from harness_ext.evaluators import natural, scores
 
 __all__ = [
+    "ENSEMBLES",
+    "INTERVAL_DRAWS",
     "MEAN_METRICS",
+    "OF_CLASSES",
     "GoldAndPredictions",
-    "MacroF1",
     "aggregate_evaluate_metric",
     "aggregate_runs",
+    "ensemble_accuracies",
     "macro_f1",
     "macro_f1_stderr",
+    "of_sweep",
+    "pass_through",
     "register_metrics",
 ]
 
 GoldAndPredictions = tuple[int, tuple[int, ...]]
+GoldAndValues = tuple[int, tuple[float, ...]]
+GoldAndProbabilities = tuple[int, tuple[tuple[float, ...], ...]]
 
-MEAN_METRICS = {"acc_pmi": True, "acc_batch": True, "brier": False}
+MEAN_METRICS = {"acc_pmi": True, "acc_batch": True, "acc_context": True, "brier": False}
 """Metrics of ours that are means over documents, and whether higher is better."""
 
+ENSEMBLES: dict[str, Literal["log", "probability"]] = {"acc_ensemble": "log", "acc_mixture": "probability"}
+"""Accuracies of all prompts of a sweep together, and how `natural.ensemble_scores` combines them."""
+
 BOOTSTRAP_DRAWS = 1000
+
+INTERVAL_DRAWS = 4000
+"""Of a percentile interval: its ends then vary by about 2 % of its width from seed to seed."""
 
 
 def register_metrics() -> None:
@@ -39,13 +52,21 @@ def register_metrics() -> None:
     if "macro_f1" in registry.METRIC_REGISTRY:
         return
     registry.get_metric("acc")  # fills the registry with lm_eval's own, which it does only while it is empty
-    registry.register_aggregation("macro_f1")(macro_f1)
-    registry.register_metric(metric="macro_f1", higher_is_better=True, aggregation="macro_f1")(_pass_through)
+    unbound: dict[str, tuple[Callable[..., Any], bool]] = {
+        "macro_f1": (macro_f1, True),
+        "balanced_acc": (BalancedAccuracy(None), True),
+        "ece": (CalibrationError(), False),
+        "majority_rate": (MajorityRate(None), True),
+    }
+    for name, (aggregation, higher_is_better) in unbound.items():
+        registry.register_aggregation(name)(aggregation)
+        registry.register_metric(metric=name, higher_is_better=higher_is_better, aggregation=name)(pass_through)
     for name, higher_is_better in MEAN_METRICS.items():
-        registry.register_metric(metric=name, higher_is_better=higher_is_better, aggregation="mean")(_pass_through)
+        registry.register_metric(metric=name, higher_is_better=higher_is_better, aggregation="mean")(pass_through)
 
 
-def _pass_through(items: Any) -> Any:
+def pass_through(items: Any) -> Any:
+    """A metric whose items our tasks have computed."""
     return items
 
 
@@ -69,6 +90,99 @@ class MacroF1:
 
     def stderr(self, items: Sequence[GoldAndPredictions]) -> float:
         return macro_f1_stderr(items, num_classes=self._num_classes)
+
+
+class BalancedAccuracy:
+    """Mean over classes of the accuracy on the documents of the class, averaged over runs.
+
+    Args:
+        num_classes: K; None: classes are 0 to the largest that occurs.
+    """
+
+    def __init__(self, num_classes: int | None) -> None:
+        self._num_classes = num_classes
+
+    def _arrays(self, items: Sequence[GoldAndValues]) -> tuple[np.ndarray, np.ndarray, int]:
+        gold = np.array([label for label, _ in items])
+        # Balanced accuracy is linear in the values, so the mean over runs is that of the mean.
+        values = np.array([np.mean(of_runs) for _, of_runs in items])
+        return values, gold, self._num_classes or int(gold.max()) + 1
+
+    def __call__(self, items: Sequence[GoldAndValues]) -> float:
+        return scores.balanced_accuracy(*self._arrays(items))
+
+    def stderr(self, items: Sequence[GoldAndValues]) -> float:
+        return scores.balanced_accuracy_stderr(*self._arrays(items))
+
+
+class CalibrationError:
+    """Expected calibration error of the class probabilities, averaged over runs."""
+
+    def __init__(self, num_classes: int | None = None) -> None:
+        pass
+
+    def __call__(self, items: Sequence[GoldAndProbabilities]) -> float:
+        gold = np.array([label for label, _ in items])
+        of_runs = np.array([probabilities for _, probabilities in items]).swapaxes(0, 1)
+        return float(np.mean([scores.expected_calibration_error(run, gold) for run in of_runs]))
+
+
+class MajorityRate:
+    """Share of the commonest class: what accuracy is worth without a look at the document."""
+
+    def __init__(self, num_classes: int | None) -> None:
+        self._num_classes = num_classes
+
+    def __call__(self, items: Sequence[int]) -> float:
+        return scores.majority_rate(np.array(items), self._num_classes or int(max(items)) + 1)
+
+
+OF_CLASSES: dict[str, Callable[[int], Any]] = {
+    "macro_f1": MacroF1,
+    "balanced_acc": BalancedAccuracy,
+    "ece": CalibrationError,
+    "majority_rate": MajorityRate,
+}
+"""Aggregations that want to know the number of classes."""
+
+
+class ExtremePrompt:
+    """Accuracy of the best or the worst prompt of a sweep; items are the accuracies of a document under each."""
+
+    def __init__(self, choose: Callable[..., Any]) -> None:
+        self._choose = choose
+
+    def __call__(self, items: Sequence[tuple[float, ...]]) -> float:
+        return float(self._choose(np.mean(items, axis=0)))
+
+    def stderr(self, items: Sequence[tuple[float, ...]]) -> float:
+        """Standard error of that prompt's accuracy, as if it had been chosen beforehand; NaN for one document."""
+        values = np.array(items)
+        if len(values) < 2:
+            return float("nan")
+        means = values.mean(axis=0)
+        chosen = values[:, int(np.flatnonzero(means == self._choose(means))[0])]
+        return float(chosen.std(ddof=1) / np.sqrt(len(chosen)))
+
+
+def of_sweep(names: Sequence[str]) -> dict[str, Callable[..., float]]:
+    """Aggregations of a sweep over prompts of these names, by metric."""
+    mean = registry.get_aggregation("mean")
+    return (
+        {"acc_worst": ExtremePrompt(np.min), "acc_best": ExtremePrompt(np.max)}
+        | dict.fromkeys(ENSEMBLES, mean)
+        | {f"acc@{name}": mean for name in names}
+    )
+
+
+def ensemble_accuracies(class_scores: np.ndarray, gold: int) -> dict[str, float]:
+    """Accuracies of one document by all prompts of a sweep together, for its class log-scores (T, K) under each."""
+    return {
+        name: float(
+            scores.tie_aware_accuracy(natural.ensemble_scores(class_scores[:, np.newaxis], how), [gold]).values[0]
+        )
+        for name, how in ENSEMBLES.items()
+    }
 
 
 def macro_f1_stderr(items: Sequence[GoldAndPredictions], *, num_classes: int) -> float:

@@ -1,11 +1,13 @@
 """Natural tasks: classification recast as sentence completion, scored zero-shot by the probability of label words.
 
-Source: Saunshi, Malladi, Arora (ICLR 2021).
+Source: Saunshi, Malladi, Arora (ICLR 2021). Calibrations: see `evaluators.natural`. The content-free inputs are those of Zhao
+et al. (ICML 2021).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,69 +18,130 @@ from harness_ext import prompts
 from harness_ext.contracts import PromptRequest, PromptStates, Span
 from harness_ext.evaluators import natural, scores
 from harness_ext.tasks.base import PromptTask, logger
+from harness_ext.tasks.metrics import INTERVAL_DRAWS, ensemble_accuracies
 
 __all__ = ["NaturalTask"]
 
 MANY_TIES = 0.1
 """Share of tied documents from which accuracy says more about ties than about the model."""
 
+CONTENT_FREE = ("N/A", "[MASK]")
+"""What stands in for the document in `acc_context`, beside nothing at all."""
 
-class ClassScores(NamedTuple):
-    """Log-scores of one document, each of shape (K,): as they are, minus the premise's, minus the documents' mean."""
+CALIBRATIONS = ("acc", "acc_pmi", "acc_batch", "acc_context")
 
-    raw: np.ndarray
-    pmi: np.ndarray | None
-    batch: np.ndarray | None
+
+class BarePrompts(NamedTuple):
+    """What is asked of one document under one prompt, beside the prompt itself.
+
+    Attributes:
+        premise: The context without the document.
+        content_free: The context with each of `CONTENT_FREE` for the document.
+    """
+
+    premise: str
+    content_free: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Class log-scores of all documents under one prompt, by the accuracy that they give.
+
+    Attributes:
+        scores: Of shape (n, K); an accuracy that cannot be computed is missing.
+        reasons: Why it is missing.
+    """
+
+    scores: dict[str, np.ndarray]
+    reasons: dict[str, str]
 
 
 class NaturalTask(PromptTask):
     """A task whose classes are words after a prompt.
 
-    Metrics:
+    Metrics, each a mean over the prompts of a sweep:
         acc: The class of highest score is the gold class; t tied classes share the point.
         acc_pmi: The same for scores minus those of the prompt without its document (domain-conditional PMI).
         acc_batch: The same for scores centred over the evaluated documents (batch calibration); it uses no labels.
-        macro_f1, brier: Of the raw prediction and of the class probabilities normalised over the classes.
-        brier_score, f1, mcc: lm_eval's own (f1 for two classes).
+        acc_context: The same for scores minus those of the prompt with content-free documents (contextual calibration).
+        balanced_acc, macro_f1, brier, ece: Of the raw scores and the class probabilities normalised over the classes.
+        majority_rate: Share of the commonest class.
+        brier_score, f1, mcc: lm_eval's own (f1 for two classes), of the `acc_ensemble` of a sweep.
+    And for a sweep:
+        acc_worst, acc_best: `acc` of the worst and the best prompt.
+        acc_ensemble, acc_mixture: Of the mean of all prompts' class log-probabilities, and of their class probabilities.
+        acc@NAME: `acc` of one prompt.
     """
 
     METRICS: ClassVar[frozenset[str]] = frozenset(
-        {"acc", "acc_pmi", "acc_batch", "macro_f1", "brier", "brier_score", "f1", "mcc"}
+        {*CALIBRATIONS, "balanced_acc", "macro_f1", "brier", "ece", "majority_rate", "brier_score", "f1", "mcc"}
     )
 
     def __init__(self, config: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self._scores: dict[tuple[str, ...], ClassScores] = {}
+        self._bare: dict[int, list[BarePrompts]] = {}
+        self._asked: set[tuple[str, tuple[str, ...]]] = set()
+        self._index: dict[tuple[str, ...], int] = {}
+        self._calibrated: list[Calibrated] = []
+        self.warn_of_duplicates()
 
-    def _load_template(self, task: str) -> prompts.Prompt:
+    def _load_templates(self, task: str) -> tuple[prompts.Prompt, ...]:
         option = self._prompt_option(task)
-        if not isinstance(option, str):
+        if not isinstance(option, str | list | tuple) or not option:
             raise ValueError(
                 f"{self._source()}: natural task {task!r} needs a prompt, found {option!r}. Give "
                 f'--metadata \'{{"prompt": "{task.removeprefix("natural_")}/NAME"}}\'; `harness-ext prompts list` shows them.'
             )
-        template = prompts.load_prompt(option)
-        self.words = prompts.words_by_class(template, self.classes, label_column=self.label_column)
-        self.class_of_word = np.repeat(np.arange(len(self.words)), [len(words) for words in self.words])
-        return template
+        names = prompts.resolve_prompts(option, with_label_words=True)
+        templates = tuple(prompts.load_prompt(name) for name in names)
+        self._words = [
+            prompts.words_by_class(template, self.classes, label_column=self.label_column) for template in templates
+        ]
+        self._class_of_word = [
+            np.repeat(np.arange(len(words)), [len(of_class) for of_class in words]) for words in self._words
+        ]
+        return templates
 
     def doc_to_choice(self, doc: Mapping[str, Any], doc_to_choice: Any = None) -> list[str]:
         """The first label word of each class: what answers few-shot examples."""
-        return [words[0] for words in self.words]
+        return [words[0] for words in self._words[self._active]]
+
+    def build_all_requests(self, **kwargs: Any) -> None:
+        """Make the requests of the evaluated documents."""
+        self._bare, self._asked = {}, set()
+        super().build_all_requests(**kwargs)
 
     def construct_requests(self, doc: dict[str, Any], ctx: str | list[str], **kwargs: Any) -> list[Instance]:
-        """Ask for all label words after the prompt, and after the prompt without its document (lm_eval's hook)."""
-        assert isinstance(ctx, str)
+        """Ask for all label words after each prompt, and after the prompts without their document (lm_eval's hook).
+
+        Prompts without a document are the same for many documents: the first of them asks.
+        """
         chat = kwargs.pop("apply_chat_template", False)
         kwargs.pop("chat_template", None)
-        self._check_document(doc, kwargs["metadata"][1], self.eval_split)
-        delimiter = self._delimiter(bool(chat))
-        continuations = tuple(delimiter + word for words in self.words for word in words)
-        span = self.document_span(doc, ctx)
-        return [
-            self.request(doc, ctx, 0, PromptRequest(continuations, document=span), **kwargs),
-            self.request(doc, self._premise(doc, ctx, span), 1, PromptRequest(continuations), **kwargs),
-        ]
+        doc_id = kwargs["metadata"][1]
+        self._check_document(doc, doc_id, self.eval_split)
+        main, bare = [], []
+        self._bare[doc_id] = []
+        for prompt, context in enumerate(self._contexts):
+            self._active = prompt
+            continuations = self._continuations(bool(chat))
+            span = self.document_span(doc, context)
+            main.append((context, PromptRequest(continuations, document=span)))
+            of_prompt = BarePrompts(
+                self._without_document(doc, context, span),
+                tuple(self._with_document(doc, context, span, text) for text in CONTENT_FREE),
+            )
+            self._bare[doc_id].append(of_prompt)
+            for text in (of_prompt.premise, *of_prompt.content_free):
+                if (text, continuations) not in self._asked:
+                    self._asked.add((text, continuations))
+                    bare.append((text, PromptRequest(continuations)))
+        self._active = 0
+        return [self.request(doc, text, idx, what, **kwargs) for idx, (text, what) in enumerate(main + bare)]
+
+    def _continuations(self, chat: bool) -> tuple[str, ...]:
+        delimiter = self._delimiter(chat)
+        return tuple(delimiter + word for words in self._words[self._active] for word in words)
 
     def _delimiter(self, chat: bool) -> str:
         """What stands between prompt and label word, by lm_eval's rule: nothing at the start of an assistant's turn."""
@@ -87,94 +150,193 @@ class NaturalTask(PromptTask):
             return ""
         return str(self.config.target_delimiter)
 
-    def _premise(self, doc: Mapping[str, Any], context: str, span: Span | None) -> str:
-        """The context without its document, examples and chat template kept."""
+    def _with_document(self, doc: Mapping[str, Any], context: str, span: Span | None, document: str) -> str:
+        """The context with another document, examples and chat template kept."""
+        if span is not None:
+            return context[: span.start] + document + context[span.end :]
+        assert self.template is not None
+        name = self.template.document_variable(doc)
+        other = self.template.render({**doc, name: document} if name is not None else doc).text
+        return self._replaced(doc, context, other)
+
+    def _without_document(self, doc: Mapping[str, Any], context: str, span: Span | None) -> str:
         if span is None:
             assert self.template is not None
-            text, bare = self.template.render(doc).text, self.template.render_without_document(doc)
-            for candidate in (text, text.strip()):
-                head, found, tail = context.rpartition(candidate)
-                if found:
-                    return head + bare + tail
-            return bare
+            return self._replaced(doc, context, self.template.render_without_document(doc))
         head, tail = context[: span.start], context[span.end :]
         return head + (tail.lstrip() if not head or head[-1].isspace() else tail)
 
+    def _replaced(self, doc: Mapping[str, Any], context: str, prompt: str) -> str:
+        """The context with another rendering of the prompt."""
+        assert self.template is not None
+        text = self.template.render(doc).text
+        for candidate in (text, text.strip()):
+            head, found, tail = context.rpartition(candidate)
+            if found:
+                return head + prompt + tail
+        return prompt
+
     def evaluate_answers(self, instances: Mapping[int, Sequence[Instance]]) -> None:
-        """Score the classes, with the calibrations."""
-        documents = list(instances.values())
-        answers, premises = ([pair[position].resps[0] for pair in documents] for position in (0, 1))
-        raw, premise = (
-            natural.class_log_scores([answer.log_probs for answer in column], self.class_of_word, len(self.classes))
-            for column in (answers, premises)
-        )
-        pmi = None
-        if np.isfinite(premise).all():
-            pmi = natural.pmi_scores(raw, premise)
-        else:
-            self._report["acc_pmi"] = "not computed: after the prompt without its document a class has probability zero"
-            logger.warning("%s: acc_pmi %s.", self.task_name, self._report["acc_pmi"])
-        labels = [self.label_of(pair[0].doc) for pair in documents]
-        everywhere = self.gather(
-            [
-                (answer.key, row, label, answer.cut_tokens > 0)
-                for answer, row, label in zip(answers, raw, labels, strict=True)
-            ]
-        )
-        all_raw = np.stack([row for _, row, _, _ in everywhere])
-        # Centred over all evaluated documents, whichever rank computed them.
-        batch_of: dict[str, np.ndarray] = {}
-        if np.isfinite(all_raw).any(axis=0).all():
-            batch_of = dict(zip((key for key, _, _, _ in everywhere), natural.centred_scores(all_raw), strict=True))
-        else:
-            self._report["acc_batch"] = "not computed: a class has probability zero after every document"
-            logger.warning("%s: acc_batch %s.", self.task_name, self._report["acc_batch"])
-        self._scores = {
-            (answer.key, bare.key): ClassScores(raw[i], None if pmi is None else pmi[i], batch_of.get(answer.key))
-            for i, (answer, bare) in enumerate(zip(answers, premises, strict=True))
+        """Score the classes under each prompt, with the calibrations."""
+        num_prompts = len(self.templates)
+        bare = {
+            (instance.args[0], tuple(instance.args[1]["continuations"])): instance.resps[0]
+            for of_document in instances.values()
+            for instance in of_document[num_prompts:]
         }
-        tied = scores.tie_aware_accuracy(all_raw, [label for _, _, label, _ in everywhere]).num_tied
-        if tied >= MANY_TIES * len(everywhere):
-            logger.warning(
-                "%s: degenerate, %d/%d documents tied between classes; they count 1/t for t tied classes. Are the label "
-                "words right for this model? `harness-ext prompts check %s --model …` shows their tokens.",
-                self.task_name,
-                tied,
-                len(everywhere),
-                self.template.id if self.template is not None else "",
+        rows = []
+        for doc_id, of_document in instances.items():
+            of_prompts = [instance.resps[0] for instance in of_document[:num_prompts]]
+            reference = [
+                [
+                    bare[text, tuple(instance.args[1]["continuations"])].log_probs
+                    for text in (asked.premise, *asked.content_free)
+                ]
+                for instance, asked in zip(of_document[:num_prompts], self._bare[doc_id], strict=True)
+            ]
+            rows.append(
+                (
+                    tuple(answer.key for answer in of_prompts),
+                    self.label_of(of_document[0].doc),
+                    any(answer.cut_tokens for answer in of_prompts),
+                    [(answer.log_probs, *of_prompt) for answer, of_prompt in zip(of_prompts, reference, strict=True)],
+                )
             )
+        # Centred over all evaluated documents, whichever rank computed them.
+        everywhere = self.gather(rows)
+        self._index = {keys: i for i, (keys, _, _, _) in enumerate(everywhere)}
+        labels = np.array([label for _, label, _, _ in everywhere])
+        self._calibrated = [
+            self._calibrate([of_prompts[prompt] for _, _, _, of_prompts in everywhere], self._class_of_word[prompt])
+            for prompt in range(num_prompts)
+        ]
+        first = next(iter(self._bare.values()))
         self._report |= {
             "documents": len(everywhere),
-            "tied_documents": tied,
-            "cut_documents": sum(was_cut for _, _, _, was_cut in everywhere),
-            "premise": _premises_text(pair[1].args[0] for pair in documents),
+            "cut_documents": sum(was_cut for _, _, was_cut, _ in everywhere),
+            "majority_rate": scores.majority_rate(labels, len(self.classes)),
+            "prompts": [
+                described | self._describe_scores(calibrated, labels, self._premise_text(prompt, asked))
+                for prompt, (described, calibrated, asked) in enumerate(
+                    zip(self.describe_prompts(), self._calibrated, first, strict=True)
+                )
+            ],
+        }
+        self._warn()
+
+    def _calibrate(self, log_probs: list[Any], class_of_word: np.ndarray) -> Calibrated:
+        """Scores of one prompt from (prompt, premise, content-free ...) log-probabilities of the words, by document."""
+        of_words = np.array(log_probs, dtype=np.float64)
+        num_documents, num_contexts, _ = of_words.shape
+        of_classes = natural.class_log_scores(
+            of_words.reshape(num_documents * num_contexts, -1), class_of_word, len(self.classes)
+        ).reshape(num_documents, num_contexts, -1)
+        raw, premise, content_free = of_classes[:, 0], of_classes[:, 1], of_classes[:, 1:]
+        found, reasons = {"acc": raw}, {}
+        if np.isfinite(premise).all():
+            found["acc_pmi"] = natural.pmi_scores(raw, premise)
+        else:
+            reasons["acc_pmi"] = "after the prompt without its document a class has probability zero"
+        if np.isfinite(raw).any(axis=0).all():
+            found["acc_batch"] = natural.centred_scores(raw)
+        else:
+            reasons["acc_batch"] = "a class has probability zero after every document"
+        possible = np.isfinite(content_free)
+        if possible.any(axis=1).all() and possible.any(axis=2).all():
+            found["acc_context"] = natural.context_scores(raw, content_free)
+        else:
+            reasons["acc_context"] = "after content-free documents a class has probability zero"
+        return Calibrated(found, reasons)
+
+    def _premise_text(self, prompt: int, example: BarePrompts) -> str:
+        """The premise, or how many different ones there are (few-shot examples differ from document to document)."""
+        distinct = {of_document[prompt].premise for of_document in self._bare.values()}
+        return example.premise if len(distinct) == 1 else f"{len(distinct)} different ones"
+
+    def _describe_scores(self, calibrated: Calibrated, labels: np.ndarray, premise: str) -> dict[str, Any]:
+        """Metrics of one prompt with intervals, for the results JSON."""
+        raw, num_classes = calibrated.scores["acc"], len(self.classes)
+        by_name = {key: scores.tie_aware_accuracy(values, labels) for key, values in calibrated.scores.items()}
+        predicted = raw.argmax(axis=1)
+        probabilities = natural.class_probabilities(raw)
+        brier = scores.brier(probabilities, labels)
+        credit = by_name["acc"].values
+        metrics = {key: float(accuracy.values.mean()) for key, accuracy in by_name.items()} | {
+            "balanced_acc": scores.balanced_accuracy(credit, labels, num_classes),
+            "macro_f1": scores.macro_f1(labels, predicted, num_classes),
+            "brier": float(brier.mean()),
+            "ece": scores.expected_calibration_error(probabilities, labels),
+        }
+        intervals: dict[str, list[float]] = {}
+        if len(labels) > 1:
+            draws: dict[str, Any] = {"draws": INTERVAL_DRAWS, "generator": np.random.default_rng(0)}
+            found = {key: scores.mean_interval(accuracy.values, **draws) for key, accuracy in by_name.items()} | {
+                "balanced_acc": scores.balanced_accuracy_interval(credit, labels, num_classes, **draws),
+                "macro_f1": scores.macro_f1_interval(labels, predicted, num_classes, **draws),
+                "brier": scores.mean_interval(brier, **draws),
+            }
+            intervals = {key: [interval.low, interval.high] for key, interval in found.items()}
+        low = [key for key in by_name if scores.at_or_below_majority(metrics[key], labels, num_classes)]
+        return {
+            "metrics": metrics,
+            "intervals_95": intervals,
+            "at_or_below_majority": low,
+            "not_computed": calibrated.reasons,
+            "tied_documents": by_name["acc"].num_tied,
+            "premise": premise,
             "mean_class_log_score": {
-                name: round(float(column.mean()), 6) if np.isfinite(column).all() else None
-                for name, column in zip(self.classes, all_raw.T, strict=True)
+                label: round(float(column.mean()), 6) if np.isfinite(column).all() else None
+                for label, column in zip(self.classes, raw.T, strict=True)
             },
         }
 
+    def _warn(self) -> None:
+        """Say once what makes accuracies worth little, naming the prompts."""
+        described, documents = self._report["prompts"], self._report["documents"]
+        low = [entry["name"] for entry in described if "acc" in entry["at_or_below_majority"]]
+        if low:
+            logger.warning(
+                "%s: acc is not above the share of the commonest class, %.4f, under %s.",
+                self.task_name,
+                self._report["majority_rate"],
+                ", ".join(low),
+            )
+        tied = [entry for entry in described if entry["tied_documents"] >= MANY_TIES * documents]
+        if tied:
+            logger.warning(
+                "%s: degenerate, %s documents tied between classes; they count 1/t for t tied classes. Are the label words "
+                "right for this model? `harness-ext prompts check %s --model …` shows their tokens.",
+                self.task_name,
+                ", ".join(f"{entry['tied_documents']}/{documents} under {entry['name']}" for entry in tied),
+                tied[0]["id"],
+            )
+        for entry in described:
+            for name, reason in entry["not_computed"].items():
+                logger.warning("%s, %s: %s not computed: %s.", self.task_name, entry["name"], name, reason)
+
     def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
         """See the class."""
-        found = self._scores[results[0].key, results[1].key]
-        probabilities = natural.class_probabilities(found.raw[np.newaxis])
-        predicted = int(found.raw.argmax())
-        by_accuracy = {"acc": found.raw, "acc_pmi": found.pmi, "acc_batch": found.batch}
-        accuracies = {
-            name: float(scores.tie_aware_accuracy(values[np.newaxis], [gold]).values[0])
-            for name, values in by_accuracy.items()
-            if values is not None
+        index = self._index[tuple(answer.key for answer in results[: len(self.templates)])]
+        of_accuracy = {
+            name: scores.tie_aware_accuracy(
+                np.stack([calibrated.scores[name][index] for calibrated in self._calibrated]),
+                [gold] * len(self.templates),
+            ).values
+            for name in CALIBRATIONS
+            if all(name in calibrated.scores for calibrated in self._calibrated)
         }
-        return accuracies | {
-            "macro_f1": (gold, (predicted,)),
-            "brier": float(scores.brier(probabilities, [gold])[0]),
-            "brier_score": (gold, probabilities[0].tolist()),
-            "f1": (gold, predicted),
-            "mcc": (gold, predicted),
+        raw = np.stack([calibrated.scores["acc"][index] for calibrated in self._calibrated])
+        probabilities = natural.class_probabilities(raw)
+        together = natural.ensemble_scores(raw[:, np.newaxis], "log")[0]
+        return {
+            **{name: float(values.mean()) for name, values in of_accuracy.items()},
+            "balanced_acc": (gold, tuple(of_accuracy["acc"].tolist())),
+            "macro_f1": (gold, tuple(raw.argmax(axis=1).tolist())),
+            "brier": float(scores.brier(probabilities, [gold] * len(raw)).mean()),
+            "ece": (gold, tuple(map(tuple, probabilities.tolist()))),
+            "majority_rate": gold,
+            "brier_score": (gold, natural.class_probabilities(together[np.newaxis])[0].tolist()),
+            "f1": (gold, int(together.argmax())),
+            "mcc": (gold, int(together.argmax())),
+            **self.sweep_items(of_accuracy["acc"].tolist(), ensemble_accuracies(raw, gold)),
         }
-
-
-def _premises_text(premises: Any) -> str:
-    """The premise, or how many different ones there are (few-shot examples differ from document to document)."""
-    distinct = dict.fromkeys(premises)
-    return next(iter(distinct)) if len(distinct) == 1 else f"{len(distinct)} different ones"

@@ -1,128 +1,76 @@
-"""Probe tasks: how well a linear classifier does on the states of the model.
+"""Probe tasks: how well a linear classifier does on features of the documents.
 
-Source: Saunshi, Malladi, Arora (ICLR 2021), features f. Options under `metadata: {probe: {...}}`, see `ProbeOptions`.
+Source: Saunshi, Malladi, Arora (ICLR 2021), Tables 1 and 2. The kinds of features are in `tasks.features`, one task class for
+each; options under `metadata: {probe: {...}}` are in `tasks.options`.
 """
 
 from __future__ import annotations
 
-import difflib
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from lm_eval.api.instance import Instance
 
 from harness_ext import prompts
-from harness_ext.contracts import LAST_LAYER, Feature, PromptRequest, PromptStates
+from harness_ext.contracts import ALL_LAYERS, LAST_LAYER, Feature, PromptRequest, PromptStates
+from harness_ext.evaluators import scores
+from harness_ext.tasks import features, metrics
 from harness_ext.tasks.base import PromptTask, logger
+from harness_ext.tasks.features import Answers, FeatureSet
+from harness_ext.tasks.options import ProbeOptions, QuadOptions, read_options
 
 if TYPE_CHECKING:
     from harness_ext.evaluators.probe import ProbeFit
 
 # scikit-learn takes a second to import, which natural tasks need not pay: it is imported where a probe is fitted.
 
-__all__ = ["ProbeOptions", "ProbeTask"]
-
-
-@dataclass(frozen=True)
-class ProbeOptions:
-    """Options of a probe.
-
-    Attributes:
-        prompt: False: the state of the bare document. True: of the document under the task's prompt. A prompt's id or path:
-            under that prompt.
-        layer: "last" for f(s), or an index into the model's hidden states (0 is the embedding).
-        pooling: "last" token or "mean" over tokens.
-        n_per_class: Training documents of each class; None: all.
-        n_train: Training documents in all, classes in their proportions; None: all.
-        seeds: One training sample and one probe for each seed; metrics are means over them.
-        num_folds: Folds of the cross-validation that chooses C.
-        c_grid: Values of C; None: the evaluator's.
-    """
-
-    prompt: bool | str = False
-    layer: str | int = LAST_LAYER
-    pooling: str = "last"
-    n_per_class: int | None = None
-    n_train: int | None = None
-    seeds: tuple[int, ...] = (0,)
-    num_folds: int = 5
-    c_grid: tuple[float, ...] | None = None
-
-    @classmethod
-    def from_metadata(cls, value: Any, where: str) -> ProbeOptions:
-        """Read and check the options.
-
-        Raises:
-            ValueError: If an option is unknown or has a value that it cannot have; `where` names the task.
-        """
-        if value is None:
-            return cls()
-        form = f"{where}: --metadata '{{\"probe\": {{...}}}}'"
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{form} expects a mapping of options, found {value!r}.")
-        known = [option.name for option in fields(cls)]
-        for name in value:
-            if name not in known:
-                close = difflib.get_close_matches(str(name), known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"{form}: unknown option {name!r}.{hint} Known: {', '.join(known)}.")
-        options = dict(value)
-        for name in ("seeds", "c_grid"):
-            if options.get(name) is not None:
-                given = options[name]
-                options[name] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-        result = cls(**options)
-        problem = result._problem()
-        if problem:
-            raise ValueError(f"{form}: {problem}.")
-        return result
-
-    def _problem(self) -> str | None:
-        def is_count(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-        if self.layer != LAST_LAYER and (isinstance(self.layer, bool) or not isinstance(self.layer, int)):
-            return f'layer is {self.layer!r}, expected "{LAST_LAYER}" or an integer'
-        if self.pooling not in ("last", "mean"):
-            return f'pooling is {self.pooling!r}, expected "last" or "mean"'
-        if self.n_per_class is not None and self.n_train is not None:
-            return "n_per_class and n_train exclude each other, give one"
-        for name in ("n_per_class", "n_train"):
-            value = getattr(self, name)
-            if value is not None and not is_count(value):
-                return f"{name} is {value!r}, expected a positive integer"
-        if not is_count(self.num_folds) or self.num_folds < 2:
-            return f"num_folds is {self.num_folds!r}, expected an integer of at least 2"
-        if not self.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in self.seeds):
-            return f"seeds is {list(self.seeds)!r}, expected a list of non-negative integers"
-        if len(set(self.seeds)) < len(self.seeds):
-            return f"seeds is {list(self.seeds)!r}: a seed that occurs twice gives the same sample twice"
-        if self.c_grid is not None and (
-            not self.c_grid or not all(isinstance(c, int | float) and 0 < c < float("inf") for c in self.c_grid)
-        ):
-            return f"c_grid is {list(self.c_grid)!r}, expected positive numbers, at least one"
-        return None
+__all__ = [
+    "ClassWordsProbe",
+    "ConditionalMeanProbe",
+    "ProbabilitiesProbe",
+    "ProbeTask",
+    "QuadProbe",
+    "RandomProjectionProbe",
+    "SubsetWordsProbe",
+]
 
 
 class ProbeTask(PromptTask):
-    """L2 logistic regression on states, C chosen by cross-validation on the training split.
+    """L2 logistic regression on features, C chosen by cross-validation on the training split.
 
-    Metrics, each a mean over the seeds: acc, macro_f1, and lm_eval's f1 (two classes) and mcc of the first seed. The chosen
-    C, its cross-validation accuracy, the training accuracy and more are in `configs.<task>.metadata.report`.
+    Metrics, each a mean over the seeds and over the prompts of a sweep: acc, balanced_acc, macro_f1, ece, majority_rate, and
+    lm_eval's f1 (two classes) and mcc of the first of them. A sweep over prompts also has acc_worst, acc_best, acc_ensemble,
+    acc_mixture and acc@NAME, as natural tasks do. The chosen C, its cross-validation accuracy, the training accuracy and more
+    are in `configs.<task>.metadata.report`.
     """
 
     NEEDS_STATES: ClassVar[bool] = True
-    METRICS: ClassVar[frozenset[str]] = frozenset({"acc", "macro_f1", "f1", "mcc"})
+    METRICS: ClassVar[frozenset[str]] = frozenset(
+        {"acc", "balanced_acc", "macro_f1", "ece", "majority_rate", "f1", "mcc"}
+    )
+
+    FEATURES: ClassVar[str] = "f"
+    """Which of `features.KINDS` the probe sees."""
 
     def __init__(self, config: Mapping[str, Any], **kwargs: Any) -> None:
         metadata = config.get("metadata") or {}
-        self.options = ProbeOptions.from_metadata(metadata.get("probe"), str(config.get("task")))
-        self._predictions: dict[str, tuple[int, ...]] = {}
+        name = str(config.get("task"))
+        self.options = read_options(ProbeOptions, "probe", metadata.get("probe"), name)
+        self.quad_options = read_options(QuadOptions, "quad", metadata.get("quad"), name)
+        self.kind = features.KINDS[self.FEATURES]
+        if not self.kind.layers and (self.options.layer, self.options.pooling) != (LAST_LAYER, "last"):
+            raise ValueError(
+                f"{name}: its features come from f(s), so `layer` and `pooling` are not for it; found layer "
+                f"{self.options.layer!r}, pooling {self.options.pooling!r}. Give them to probe_{name.rpartition('_')[2]}."
+            )
+        self._predictions: dict[tuple[str, ...], np.ndarray] = {}
         # Few-shot examples would stand before evaluated documents only.
         super().__init__({**config, "num_fewshot": 0}, **kwargs)
+        self.words = self._load_words()
         if self.config.training_split is None:
             raise ValueError(f"{self._source()}: a probe needs `training_split:`.")
         if self.config.training_split == self.eval_split:
@@ -130,20 +78,40 @@ class ProbeTask(PromptTask):
                 f"{self._source()}: split {self.eval_split!r} is both trained on and evaluated. Give different splits as "
                 "`training_split:` and `test_split:`."
             )
+        self.warn_of_duplicates()
 
-    def _load_template(self, task: str) -> prompts.Prompt | None:
+    def _load_templates(self, task: str) -> tuple[prompts.Prompt | None, ...]:
         wanted = self.options.prompt
         if wanted is False:
-            return None
+            return (None,)
         option = self._prompt_option(task) if wanted is True else wanted
-        if not isinstance(option, str):
+        if not isinstance(option, str | list | tuple) or not option:
             raise ValueError(f"{self._source()}: probe task {task!r} was asked for its prompt, found {option!r}.")
-        return prompts.load_prompt(option)
+        return tuple(prompts.load_prompt(name) for name in prompts.resolve_prompts(option))
+
+    def _load_words(self) -> tuple[str, ...]:
+        """The words whose log-probabilities are the features; empty for other kinds."""
+        key = self.kind.words
+        if not key:
+            return ()
+        words = self._metadata.get(key)
+        if words is None and key == "class_words":
+            option = self._prompt_option(self.task_name)
+            names = prompts.resolve_prompts(option, with_label_words=True) if option else ()
+            label_words = prompts.load_prompt(names[0]).label_words if names else {}
+            words = [word for of_class in label_words.values() for word in of_class]
+        valid = isinstance(words, list) and all(isinstance(word, str) and word.strip() for word in words)
+        if not valid or not words:
+            raise ValueError(
+                f"{self._source()}: {self.task_name} needs a list of words, found {words!r}. Give `{key}: [word, ...]` under "
+                f'`metadata:`, or --metadata \'{{"{key}": ["word", ...]}}\'.'
+            )
+        return tuple(dict.fromkeys(words))
 
     @property
-    def feature(self) -> Feature:
-        """Which vector the probe sees."""
-        return Feature(self.options.layer, self.options.pooling)
+    def layers(self) -> tuple[str | int, ...]:
+        """The layers of the options."""
+        return self.options.layer if isinstance(self.options.layer, tuple) else (self.options.layer,)
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -169,19 +137,34 @@ class ProbeTask(PromptTask):
         self._samples = [usable[sample] for sample in drawn]
         for doc_id in np.unique(np.concatenate(self._samples)).tolist():
             doc = documents[doc_id]
-            ctx = self.fewshot_context(doc, num_fewshot=0, gen_prefix=self.doc_to_prefix(doc), **context)
-            self._instances += self._state_request(doc, ctx, metadata=(self.config.task, -1 - doc_id, 1))
+            self.fewshot_context(doc, num_fewshot=0, gen_prefix=self.doc_to_prefix(doc), **context)
+            self._instances += self._state_requests(doc, metadata=(self.config.task, -1 - doc_id, 1))
         self._count_overlap()
 
     def construct_requests(self, doc: dict[str, Any], ctx: str | list[str], **kwargs: Any) -> list[Instance]:
         """Ask for the state of an evaluated document (lm_eval's hook)."""
-        assert isinstance(ctx, str)
         self._check_document(doc, kwargs["metadata"][1], self.eval_split)
-        return self._state_request(doc, ctx, metadata=kwargs["metadata"])
+        return self._state_requests(doc, metadata=kwargs["metadata"])
 
-    def _state_request(self, doc: Mapping[str, Any], ctx: str, *, metadata: tuple[Any, ...]) -> list[Instance]:
-        what = PromptRequest(features=(self.feature,), document=self.document_span(doc, ctx))
-        return [self.request(doc, ctx, 0, what, metadata=metadata)]
+    def _state_requests(self, doc: Mapping[str, Any], *, metadata: tuple[Any, ...]) -> list[Instance]:
+        """One request for each prompt."""
+        wanted = {Feature(layer, self.options.pooling): None for layer in self.layers} | dict.fromkeys(self.kind.asked)
+        # f(s) beside every other kind: the probe on it is what the others are compared with.
+        if not self.kind.layers:
+            wanted[features.F_OF_S] = None
+        continuations = tuple(f"{self.config.target_delimiter}{word}" for word in self.words)
+        requests = []
+        for prompt, context in enumerate(self._contexts):
+            self._active = prompt
+            what = PromptRequest(
+                continuations,
+                tuple(wanted),
+                document=self.document_span(doc, context),
+                one_token=self.options.one_token_words,
+            )
+            requests.append(self.request(doc, context, prompt, what, metadata=metadata))
+        self._active = 0
+        return requests
 
     def _usable_training_documents(self, documents: Any) -> np.ndarray:
         """Indices of the documents with a text; a handful of empty ones (MPQA has three) is no reason to stop."""
@@ -235,10 +218,10 @@ class ProbeTask(PromptTask):
 
     def _count_overlap(self) -> None:
         """Count evaluated documents whose text is also trained on: the probe may know them by heart."""
-        trained = {i.doc[self.text_column] for i in self._instances if i.doc_id is not None and i.doc_id < 0}
-        shared = sum(
-            i.doc[self.text_column] in trained for i in self._instances if i.doc_id is not None and i.doc_id >= 0
-        )
+        # The first request of a document stands for it.
+        documents = [i for i in self._instances if i.doc_id is not None and i.idx == 0]
+        trained = {i.doc[self.text_column] for i in documents if i.doc_id < 0}
+        shared = sum(i.doc[self.text_column] in trained for i in documents if i.doc_id >= 0)
         self._report["overlap"] = shared
         if shared:
             logger.warning("%s: %d evaluated documents are also among the training documents.", self.task_name, shared)
@@ -246,54 +229,165 @@ class ProbeTask(PromptTask):
     # -------------------------------------------------------------------------------------------- evaluation
 
     def evaluate_answers(self, instances: Mapping[int, Sequence[Instance]]) -> None:
-        """Fit one probe for each seed, and predict."""
-        from harness_ext.evaluators.probe import fit_probe
-
-        answers = {doc_id: of_document[0].resps[0] for doc_id, of_document in instances.items()}
+        """Fit one probe for each prompt and seed, and predict."""
         labels = {doc_id: self.label_of(of_document[0].doc) for doc_id, of_document in instances.items()}
-        evaluated = [doc_id for doc_id in instances if doc_id >= 0]
-        test = self._features([answers[doc_id] for doc_id in evaluated])
-        runs = []
-        fits: list[ProbeFit] = []
-        for seed, sample in zip(self.options.seeds, self._samples, strict=True):
-            trained = (-1 - sample).tolist()
-            train_labels = np.array([labels[doc_id] for doc_id in trained])
-            fit = fit_probe(
-                self._features([answers[doc_id] for doc_id in trained]),
-                train_labels,
-                num_classes=len(self.classes),
-                c_grid=self.options.c_grid,
-                num_folds=self.options.num_folds,
-                seed=seed,
-            )
-            fits.append(fit)
-            runs.append(fit.predict(test))
-        predictions = np.stack(runs, axis=1)
-        self._predictions = {
-            answers[doc_id].key: tuple(row) for doc_id, row in zip(evaluated, predictions.tolist(), strict=True)
-        }
-        correct = predictions == np.array([labels[doc_id] for doc_id in evaluated])[:, np.newaxis]
-        cut = [answers[doc_id].cut_tokens > 0 for doc_id in evaluated]
-        everywhere = self.gather(list(zip(correct.tolist(), cut, strict=True)))
-        accuracies = np.mean([of_runs for of_runs, _ in everywhere], axis=0).tolist()
+        tested = [doc_id for doc_id in instances if doc_id >= 0]
+        trained = [doc_id for doc_id in instances if doc_id < 0]
+        everywhere = self.gather([(labels[doc_id], _was_cut(instances[doc_id])) for doc_id in tested])
+        gold = np.array([label for label, _ in everywhere])
         self._report |= {
+            "features": self.FEATURES,
             "documents": len(everywhere),
+            "majority_rate": scores.majority_rate(gold, len(self.classes)),
             "training_documents": [len(sample) for sample in self._samples],
             "cut_documents": sum(was_cut for _, was_cut in everywhere),
-            "cut_training_documents": sum(answer.cut_tokens > 0 for doc_id, answer in answers.items() if doc_id < 0),
-            "options": asdict(self.options) | {"seeds": list(self.options.seeds)},
-            "probes": [
-                {"seed": seed, "acc": accuracy} | _describe(fit)
-                for seed, accuracy, fit in zip(self.options.seeds, accuracies, fits, strict=True)
-            ],
+            "cut_training_documents": sum(_was_cut(instances[doc_id]) for doc_id in trained),
+            "options": _plain(asdict(self.options)),
         }
-        for fit, seed in zip(fits, self.options.seeds, strict=True):
-            logger.info("%s, seed %d: %s", self.task_name, seed, _summary(fit))
+        train_labels = np.array([labels[doc_id] for doc_id in trained])
+        test_labels = np.array([labels[doc_id] for doc_id in tested])
+        position = {doc_id: place for place, doc_id in enumerate(trained)}
+        samples = [np.array([position[-1 - int(doc)] for doc in sample]) for sample in self._samples]
+        by_prompt = []
+        self._report["prompts"] = described = self.describe_prompts()
+        for prompt, entry in enumerate(described):
+            answers = Answers(
+                train=[instances[doc_id][prompt].resps[0] for doc_id in trained],
+                test=[instances[doc_id][prompt].resps[0] for doc_id in tested],
+                train_texts=[instances[doc_id][prompt].args[0] for doc_id in trained],
+                test_texts=[instances[doc_id][prompt].args[0] for doc_id in tested],
+                words=self.words,
+            )
+            sets = self._feature_sets(answers)
+            fits = self._fit(sets, answers, train_labels, samples)
+            chosen = [_best_layer(fits, seed) for seed in range(len(samples))]
+            log_probs = [sets[best].log_probabilities(fits[best][seed]) for seed, best in enumerate(chosen)]
+            by_prompt.append(np.stack(log_probs, axis=1))
+            entry |= self._describe_prompt(sets, fits, chosen, test_labels)
+            if not self.kind.layers:
+                entry |= self._compare_with_f(answers, entry["acc"], train_labels, test_labels, samples)
+                entry |= self._diagnose(answers, sets[0], train_labels, test_labels)
+        # (documents, prompts, seeds, classes)
+        log_probabilities = np.stack(by_prompt, axis=1)
+        self._predictions = {
+            tuple(instance.resps[0].key for instance in instances[doc_id]): values
+            for doc_id, values in zip(tested, log_probabilities, strict=True)
+        }
 
-    def _features(self, answers: Sequence[PromptStates]) -> np.ndarray:
-        source = answers[0].source
-        assert source is not None, "the engine answers requests for features with a source"
-        return source.take([answer.row for answer in answers], self.feature)
+    def _feature_sets(self, answers: Answers) -> list[_Probed]:
+        """What the probe sees: one set, or one for each layer of a sweep."""
+        if not self.kind.layers:
+            return [_Probed(self.kind.make(answers, self.quad_options))]
+        layers = range(answers.source.num_hidden_states) if self.layers == (ALL_LAYERS,) else self.layers
+        return [
+            _Probed(features.states(answers, Feature(layer, self.options.pooling)), layer=layer) for layer in layers
+        ]
+
+    def _fit(
+        self, sets: Sequence[_Probed], answers: Answers, labels: np.ndarray, samples: Sequence[np.ndarray]
+    ) -> list[list[ProbeFit]]:
+        """Fit every set under every seed; fits that another task of the run has made are taken from it."""
+        known = _FITS.setdefault(answers.source, {})
+        key = (
+            tuple(probed.features.name for probed in sets),
+            hash(tuple(answers.train_rows)),
+            labels.tobytes(),
+            tuple(sample.tobytes() for sample in samples),
+            self.options.seeds,
+            self.options.num_folds,
+            self.options.c_grid,
+        )
+        if key not in known:
+            known[key] = self._fit_all(sets, answers.source.device, labels, samples)
+        return known[key]
+
+    def _fit_all(
+        self, sets: Sequence[_Probed], device: str, labels: np.ndarray, samples: Sequence[np.ndarray]
+    ) -> list[list[ProbeFit]]:
+        from harness_ext.evaluators.probe import fit_probes
+
+        def fit(sample: np.ndarray | slice, seeds: Sequence[int]) -> list[list[ProbeFit]]:
+            return fit_probes(
+                (probed.features.make_train()[sample] for probed in sets),
+                labels[sample],
+                num_classes=len(self.classes),
+                seeds=seeds,
+                c_grid=self.options.c_grid,
+                num_folds=self.options.num_folds,
+                scaling=sets[0].features.scaling,
+                device=device,
+            )
+
+        if all(len(sample) == len(labels) for sample in samples):
+            return fit(slice(None), self.options.seeds)
+        by_seed = [fit(sample, [seed]) for sample, seed in zip(samples, self.options.seeds, strict=True)]
+        return [[of_seed[place][0] for of_seed in by_seed] for place in range(len(sets))]
+
+    def _describe_prompt(
+        self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], chosen: Sequence[int], labels: np.ndarray
+    ) -> dict[str, Any]:
+        """Accuracies and fits of one prompt, for the results JSON; accuracies of this rank's documents."""
+        accuracies = np.array(
+            [[probed.accuracy(fit, labels) for fit in of_set] for probed, of_set in zip(sets, fits, strict=True)]
+        )
+        probes = []
+        for place, (best, seed) in enumerate(zip(chosen, self.options.seeds, strict=True)):
+            fit = fits[best][place]
+            layer = {"layer": sets[best].layer} if self.kind.layers else {}
+            probes.append({"seed": seed, "acc": float(accuracies[best, place])} | layer | _describe(fit))
+            logger.info("%s, seed %d: %s", self.task_name, seed, _summary(fit))
+        result: dict[str, Any] = {"acc": float(np.mean([probe["acc"] for probe in probes])), "probes": probes}
+        if len(sets) > 1:
+            result["layers"] = [
+                {
+                    "layer": probed.layer,
+                    "acc": float(of_set.mean()),
+                    "cv_accuracy": _mean_or_none([_cv_accuracy(fit) for fit in of_fits]),
+                }
+                for probed, of_set, of_fits in zip(sets, accuracies, fits, strict=True)
+            ]
+        return result | dict(sets[0].features.report)
+
+    def _compare_with_f(
+        self,
+        answers: Answers,
+        accuracy: float,
+        train_labels: np.ndarray,
+        test_labels: np.ndarray,
+        samples: Sequence[np.ndarray],
+    ) -> dict[str, Any]:
+        """The probe on f(s) of the same documents, and the share of its gain over chance that these features recover."""
+        from harness_ext.evaluators.theory import share_of_gain
+
+        probed = _Probed(features.states(answers, features.F_OF_S))
+        fits = self._fit([probed], answers, train_labels, samples)[0]
+        reference = float(np.mean([probed.accuracy(fit, test_labels) for fit in fits]))
+        share = share_of_gain(accuracy, reference, scores.majority_rate(test_labels, len(self.classes)))
+        return {"f_accuracy": reference, "share_of_f_gain": share.value, "share_of_f_gain_reason": share.reason}
+
+    def _diagnose(
+        self, answers: Answers, probed: _Probed, train_labels: np.ndarray, test_labels: np.ndarray
+    ) -> dict[str, Any]:
+        """What the paper's theory asks of these features."""
+        from harness_ext.evaluators import theory
+
+        if self.FEATURES == "conditional_mean":
+            f_of_s = features.states(answers, features.F_OF_S)
+            fit = theory.affine_fit(
+                f_of_s.make_train(),
+                probed.features.make_train(),
+                held_out=(f_of_s.make_test(), probed.features.make_test()),
+            )
+            return {"affine_fit_of_f": _plain(asdict(fit))}
+        if self.FEATURES == "class_words":
+            coefficients = theory.natural_coefficients(
+                np.exp(probed.features.make_train()),
+                train_labels,
+                len(self.classes),
+                held_out=(np.exp(probed.features.make_test()), test_labels),
+            )
+            return {"natural_coefficients": _plain(asdict(coefficients))}
+        return {}
 
     def _check_classes(self, labels: np.ndarray) -> None:
         counts = Counter(labels.tolist())
@@ -307,20 +401,113 @@ class ProbeTask(PromptTask):
 
     def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
         """See the class."""
-        predicted = self._predictions[results[0].key]
+        log_probs = self._predictions[tuple(answer.key for answer in results)]  # (prompts, seeds, classes)
+        predicted = log_probs.argmax(axis=2)
+        correct = (predicted == gold).mean(axis=1)
+        ensembles = [metrics.ensemble_accuracies(log_probs[:, seed], gold) for seed in range(log_probs.shape[1])]
+        runs = log_probs.reshape(-1, log_probs.shape[2])
         return {
-            "acc": float(np.mean([run == gold for run in predicted])),
-            "macro_f1": (gold, predicted),
-            "f1": (gold, predicted[0]),
-            "mcc": (gold, predicted[0]),
+            "acc": float(correct.mean()),
+            "balanced_acc": (gold, tuple(correct.tolist())),
+            "macro_f1": (gold, tuple(predicted.ravel().tolist())),
+            "ece": (gold, tuple(map(tuple, np.exp(runs).tolist()))),
+            "majority_rate": gold,
+            "f1": (gold, int(predicted[0, 0])),
+            "mcc": (gold, int(predicted[0, 0])),
+            **self.sweep_items(
+                correct.tolist(),
+                {name: float(np.mean([of_seed[name] for of_seed in ensembles])) for name in metrics.ENSEMBLES},
+            ),
         }
+
+
+class ConditionalMeanProbe(ProbeTask):
+    """A probe on the conditional mean features Φᵀp_f(·|s); reports the R² of the affine fit of f(s) to them."""
+
+    FEATURES = "conditional_mean"
+
+
+class ClassWordsProbe(ProbeTask):
+    """A probe on log p_f of the label words; reports the natural-task coefficients (τ, B) of these words."""
+
+    FEATURES = "class_words"
+
+
+class SubsetWordsProbe(ProbeTask):
+    """A probe on log p_f of a list of words that the task is about."""
+
+    FEATURES = "subset_words"
+
+
+class ProbabilitiesProbe(ProbeTask):
+    """A probe on p_f of all words."""
+
+    FEATURES = "probabilities"
+
+
+class RandomProjectionProbe(ProbeTask):
+    """A probe on a random d-dimensional projection of p_f: what the conditional mean is worth without Φ."""
+
+    FEATURES = "random_projection"
+
+
+class QuadProbe(ProbeTask):
+    """A probe on Quad features."""
+
+    FEATURES = "quad"
+
+
+_FITS: weakref.WeakKeyDictionary[Any, dict[Any, list[list[ProbeFit]]]] = weakref.WeakKeyDictionary()
+"""Fits by the source of their features: every task of a run compares itself with the same probe on f(s)."""
+
+
+class _Probed:
+    """A feature set and what probes say of its evaluated documents."""
+
+    def __init__(self, of_set: FeatureSet, layer: str | int = LAST_LAYER) -> None:
+        self.features, self.layer = of_set, layer
+
+    def log_probabilities(self, fit: ProbeFit) -> np.ndarray:
+        """Of the classes, float64 of shape (n, K)."""
+        return fit.log_probabilities(self.features.make_test())
+
+    def accuracy(self, fit: ProbeFit, labels: np.ndarray) -> float:
+        """Share of the evaluated documents whose class is predicted."""
+        return float((fit.predict(self.features.make_test()) == labels).mean())
+
+
+def _best_layer(fits: Sequence[Sequence[ProbeFit]], seed: int) -> int:
+    """The set of highest cross-validation accuracy under a seed, of several the first; the last where there is no CV."""
+    accuracies = [_cv_accuracy(of_set[seed]) for of_set in fits]
+    known = [value for value in accuracies if value is not None]
+    return accuracies.index(max(known)) if known else len(fits) - 1
+
+
+def _cv_accuracy(fit: ProbeFit) -> float | None:
+    return None if fit.cv_accuracy is None else fit.cv_accuracy[fit.c_grid.index(fit.c)]
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _was_cut(of_document: Sequence[Instance]) -> bool:
+    return any(instance.resps[0].cut_tokens for instance in of_document)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for JSON to give back what it was given."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _describe(fit: ProbeFit) -> dict[str, Any]:
     """Everything about a fit but its weights, as plain types."""
     return {
         "C": fit.c,
-        "cv_accuracy": None if fit.cv_accuracy is None else fit.cv_accuracy[fit.c_grid.index(fit.c)],
+        "cv_accuracy": _cv_accuracy(fit),
         "train_accuracy": fit.training_accuracy,
         "converged": fit.converged,
         "num_iterations": fit.num_iterations,

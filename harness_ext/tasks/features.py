@@ -1,0 +1,220 @@
+"""What probes see: matrices of features made of the engine's answers, one function for each kind of features.
+
+Every kind is a function of f(s) and Φ, so none costs a forward pass beyond that of f(s) — but for label words of more than one
+token, whose first tokens have to be forwarded after each document, and for Quad heads that are trained on text.
+
+Source: Saunshi, Malladi, Arora (ICLR 2021), Tables 1 and 2 and section 5.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from harness_ext.contracts import CONDITIONAL_MEAN, RANDOM_PROJECTION, Feature, FeatureSource, PromptStates
+from harness_ext.tasks.options import QuadOptions
+
+__all__ = ["CONDITIONAL_MEANS", "F_OF_S", "KINDS", "Answers", "FeatureKind", "FeatureSet", "states"]
+
+F_OF_S = Feature()
+CONDITIONAL_MEANS = Feature(mixture=CONDITIONAL_MEAN)
+
+VARIANCE_LEFT_OUT = 1e-4
+MOST_TOKENS = 4096
+"""Of p_f, a probe sees the tokens of most variance over the training documents, until they have all but this share of the
+variance of all tokens, or are this many. Each of 50,000 tokens would have to be kept for each document; on SST-2 the
+accuracy of SmolLM2 was the same, to half a point, from 1,000 tokens on."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The engine's answers for one prompt.
+
+    Attributes:
+        train: Of the training documents.
+        test: Of the evaluated documents.
+        train_texts: What the model read of the training documents.
+        test_texts: Likewise.
+        words: The words whose log-probabilities were asked for.
+    """
+
+    train: Sequence[PromptStates]
+    test: Sequence[PromptStates]
+    train_texts: Sequence[str] = ()
+    test_texts: Sequence[str] = ()
+    words: Sequence[str] = ()
+
+    @property
+    def source(self) -> FeatureSource:
+        """Where the vectors are."""
+        source = self.train[0].source
+        assert source is not None, "the engine answers requests for features with a source"
+        return source
+
+    @property
+    def train_rows(self) -> list[int]:
+        return [answer.row for answer in self.train]
+
+    @property
+    def test_rows(self) -> list[int]:
+        return [answer.row for answer in self.test]
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """One matrix of features, made when it is first asked for.
+
+    Attributes:
+        name: Identifies it among all of a run.
+        make_train: Makes features of the training documents, shape (n, d).
+        make_test: Likewise of the evaluated documents.
+        scaling: How `evaluators.probe` scales the columns.
+        report: What to say about it in the results JSON.
+    """
+
+    name: str
+    make_train: Callable[[], np.ndarray]
+    make_test: Callable[[], np.ndarray]
+    scaling: Literal["columns", "common"] = "columns"
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FeatureKind:
+    """A kind of features.
+
+    Attributes:
+        asked: Vectors to ask of the engine for each document, beside those of f(s) at the layers of the options.
+        words: Which list of words to ask for: "class_words", "subset_words" or none.
+        make: Makes the set; only Quad features look at the options.
+        layers: Whether other layers than f(s) make sense.
+    """
+
+    asked: tuple[Feature, ...]
+    make: Callable[[Answers, QuadOptions], FeatureSet]
+    words: str = ""
+    layers: bool = False
+
+
+def states(answers: Answers, feature: Feature) -> FeatureSet:
+    """The vector of a layer; f(s) by default."""
+    return FeatureSet(
+        name=feature.name,
+        make_train=lambda: answers.source.take(answers.train_rows, feature),
+        make_test=lambda: answers.source.take(answers.test_rows, feature),
+    )
+
+
+def mixture(answers: Answers, options: QuadOptions, *, name: str) -> FeatureSet:
+    """Φᵀp_f(·|s), or Rᵀp_f(·|s) for a random R."""
+    return states(answers, Feature(mixture=name))
+
+
+def word_log_probabilities(answers: Answers, options: QuadOptions) -> FeatureSet:
+    """log p_f(w|s) of each word, a word of several tokens by the product over its tokens.
+
+    Raises:
+        ValueError: If no word is left.
+    """
+    lengths = np.array(answers.train[0].num_tokens)
+    train = np.array([answer.log_probs for answer in answers.train])
+    test = np.array([answer.log_probs for answer in answers.test])
+    # NaN marks words of several tokens where the task wants one-token words only.
+    kept = ~np.isnan(train).any(axis=0) & ~np.isnan(test).any(axis=0)
+    if not kept.any():
+        raise ValueError(
+            f"none of the words {', '.join(map(repr, answers.words))} is one token under this model's tokenizer. Give others "
+            'by --metadata, or let words of several tokens count: --metadata \'{"probe": {"one_token_words": false}}\'.'
+        )
+    report = {
+        "words": [word for word, flag in zip(answers.words, kept, strict=True) if flag],
+        "words_of_several_tokens": {
+            word: int(length) for word, length in zip(answers.words, lengths, strict=True) if length > 1
+        },
+        "words_left_out": [word for word, flag in zip(answers.words, kept, strict=True) if not flag],
+    }
+    return FeatureSet(
+        "words " + " ".join(report["words"]), lambda: train[:, kept], lambda: test[:, kept], report=report
+    )
+
+
+def probabilities(answers: Answers, options: QuadOptions) -> FeatureSet:
+    """p_f(w|s) of all words that vary, in their own proportions; see `VARIANCE_LEFT_OUT`."""
+    _, variance = answers.source.probability_moments(answers.train_rows)
+    order = np.argsort(-variance, kind="stable")
+    total = float(variance.sum())
+    if not total > 0:
+        raise ValueError("p_f(·|s) is the same after every training document, so there is nothing to fit.")
+    left_out = np.maximum(1 - np.cumsum(variance[order]) / total, 0.0)
+    count = min(int(np.argmax(left_out <= VARIANCE_LEFT_OUT)) + 1, MOST_TOKENS)
+    tokens = np.sort(order[:count])
+
+    # Twice asked for (by the fit and by the training accuracy), made once: it streams over the vocabulary.
+    @functools.cache
+    def of_rows(which: str) -> np.ndarray:
+        return answers.source.probabilities(getattr(answers, which), tokens.tolist())
+
+    report = {"tokens": count, "vocabulary": len(variance), "variance_left_out": float(left_out[count - 1])}
+    return FeatureSet(
+        "probabilities", lambda: of_rows("train_rows"), lambda: of_rows("test_rows"), scaling="common", report=report
+    )
+
+
+def quad(answers: Answers, options: QuadOptions) -> FeatureSet:
+    """g(s), the minimiser of the Quad loss: in closed form from p_f, or by a head trained on text."""
+    if options.head != "plug_in":
+        return _learned_quad(answers, options)
+    from harness_ext.evaluators.quad import plug_in_quad
+
+    gram = answers.source.gram()
+    train = plug_in_quad(answers.source.take(answers.train_rows, CONDITIONAL_MEANS), gram, ridge=options.ridge)
+    test = plug_in_quad(answers.source.take(answers.test_rows, CONDITIONAL_MEANS), gram, ridge=options.ridge)
+    report = {
+        "ridge": train.ridge,
+        "gram_condition_number": train.condition_number,
+        "gram_rank": train.rank,
+        "notes": list(train.notes),
+    }
+    return FeatureSet("quad plug_in", lambda: train.values, lambda: test.values, report={"quad": report})
+
+
+def _learned_quad(answers: Answers, options: QuadOptions) -> FeatureSet:
+    from harness_ext.engine.quad_head import train_quad_head
+
+    source = answers.source
+    head = train_quad_head(
+        options.head,
+        source.text_states(answers.train_texts),
+        source.output_embedding(),
+        seed=options.seed,
+        epochs=options.epochs,
+        device=source.device,
+    )
+
+    def features(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
+        if options.head == "block":  # it reads the states of all tokens
+            return head.features_of_texts([text.states for text in source.text_states(texts)])
+        return head.features(source.take(rows, F_OF_S))
+
+    train = features(answers.train_rows, answers.train_texts)
+    test = features(answers.test_rows, answers.test_texts)
+    report = asdict(head.report) | {"validation_loss": head.report.validation_loss}
+    return FeatureSet(f"quad {options.head}", lambda: train, lambda: test, report={"quad": report})
+
+
+KINDS: dict[str, FeatureKind] = {
+    "f": FeatureKind((), lambda answers, options: states(answers, F_OF_S), layers=True),
+    "conditional_mean": FeatureKind((CONDITIONAL_MEANS,), functools.partial(mixture, name=CONDITIONAL_MEAN)),
+    "random_projection": FeatureKind(
+        (Feature(mixture=RANDOM_PROJECTION),), functools.partial(mixture, name=RANDOM_PROJECTION)
+    ),
+    "class_words": FeatureKind((), word_log_probabilities, words="class_words"),
+    "subset_words": FeatureKind((), word_log_probabilities, words="subset_words"),
+    "probabilities": FeatureKind((), probabilities),
+    "quad": FeatureKind((CONDITIONAL_MEANS,), quad),
+}
+"""Kinds of features by name."""
