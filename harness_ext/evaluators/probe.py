@@ -5,25 +5,26 @@ logit for two classes, softmax for more. Features are standardised inside each f
 Saunshi, Malladi, Arora (ICLR 2021), Table 1; theirs was one-vs-rest on raw features, by a solver that takes over a
 hundred times as long.
 
-The grid is solved in one go by `_solvers`; `benchmarks/probe_grid.py` times it, and compares it with scikit-learn. BLAS
-runs with the threads it is given: where cores are shared with other work, its threads wait for each other, and one
-(OPENBLAS_NUM_THREADS=1) is many times faster.
+The grid is solved in one go by `_solvers`; `benchmarks/probe_grid.py` times it, and compares it with scikit-learn. On a
+CPU it runs with the threads that torch is given: where cores are shared with other work, threads wait for each other, and
+one (OMP_NUM_THREADS=1) is many times faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_softmax
 from sklearn.model_selection import StratifiedKFold
 
 from harness_ext.evaluators import _solvers
 
-__all__ = ["DEFAULT_C_GRID", "ProbeFit", "fit_probe"]
+__all__ = ["DEFAULT_C_GRID", "ProbeFit", "fit_probe", "fit_probes"]
 
 DEFAULT_C_GRID: tuple[float, ...] = tuple(float(f"1e{exponent}") for exponent in range(-6, 4))
 """The decades 1e-6 to 1e3: the source's grid for n < 10,000, here for every n.
@@ -45,10 +46,12 @@ _FIT_TOLERANCE = 1e-9
 _MAX_ITERATIONS = 1000
 
 _SMALL = 2**20
-"""Up to so many numbers the grid is solved in float64 too: there is no time to be saved."""
+"""Up to so many numbers the matrix is float64: there is no time to be saved."""
 
-_LARGE = 2**28
-"""From so many numbers (2 GiB in float64) on, the final fit stays in float32."""
+_FEW_ROWS = 128
+"""Up to so many rows, and fewer than dimensions, each fold is rotated. That takes an SVD, which costs n² d, and spares
+L-BFGS its vectors of length K' d. For two classes and d from 300 to 4096, whole fits on a CPU took 0.3 to
+0.7 of the time at n = 32 and 64, 0.9 at n = 128, and 1.2 at n = 192; for four classes less."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class ProbeFit:
         training_accuracy: Accuracy of this fit on its own training rows.
         num_iterations: Evaluations of the objective in this fit.
         converged: Whether this fit reached its tolerance.
-        gradient_norm: Largest absolute entry of the gradient, per training example and standardised feature, that it
-            reached.
+        gradient_norm: Largest absolute entry of the gradient that it reached, per training example; by standardised
+            feature, or by rotated one where there are few rows.
         notes: What could not be done as asked, in sentences.
     """
 
@@ -119,21 +122,40 @@ class ProbeFit:
 
 
 class _CrossValidation(NamedTuple):
-    """What the grid leaves behind.
+    """What one seed's grid leaves behind.
 
     Attributes:
         accuracy: Held-out accuracy, shape (number of C, folds).
-        coefficients: Averaged over folds for each C, shape (number of C, K', d); where the final fit starts.
-        intercepts: Likewise, shape (number of C, K').
+        chosen: Index of the C of highest mean accuracy, of several the smallest.
+        start: Coefficients (1, K', d) and intercepts (1, K') at that C, averaged over folds: where the final fit
+            starts.
         num_unconverged: Fits that stopped before their tolerance.
-        curvature: Spectrum of all rows, standardised by all rows: the final fit's too.
     """
 
     accuracy: NDArray[np.float64]
-    coefficients: NDArray[np.floating[Any]]
-    intercepts: NDArray[np.floating[Any]]
+    chosen: int
+    start: tuple[NDArray[np.float64], NDArray[np.float64]]
     num_unconverged: int
-    curvature: _solvers.Spectrum
+
+
+class _FinalFit(NamedTuple):
+    """The fit on all rows; the attributes are those of `ProbeFit`."""
+
+    coefficients: NDArray[np.float64]
+    intercept: NDArray[np.float64]
+    training_accuracy: float
+    num_iterations: int
+    converged: bool
+    gradient_norm: float
+
+
+class _Options(NamedTuple):
+    """Checked options of a fit; see `fit_probe`."""
+
+    grid: tuple[float, ...]
+    num_folds: int
+    scaling: _solvers.Scaling
+    device: torch.device
 
 
 def fit_probe(
@@ -144,6 +166,8 @@ def fit_probe(
     c_grid: Sequence[float] | None = None,
     num_folds: int = 5,
     seed: int,
+    scaling: _solvers.Scaling = "columns",
+    device: torch.device | str | None = None,
 ) -> ProbeFit:
     """Choose C by stratified k-fold cross-validation and fit on all rows.
 
@@ -158,6 +182,10 @@ def fit_probe(
         c_grid: Values of C, > 0. None: `DEFAULT_C_GRID`.
         num_folds: At least 2.
         seed: Of the folds, the only thing that is random.
+        scaling: "columns" standardises each column. "common" divides all columns by one number, so that a column of
+            little variance stays small and L2 sees the proportions as they are: for probabilities p_f(·|s), where most
+            of the vocabulary is noise. Either way inside each fold, and the total variance is d.
+        device: Where to compute; it needs float64, which "mps" does not have. None: the CPU.
 
     Returns:
         The fit. That a solver stopped early is in its fields, never a warning.
@@ -168,91 +196,182 @@ def fit_probe(
     """
     values = _features(features)
     targets, counts = _targets(labels, num_classes, len(values))
-    grid = _grid(c_grid)
-    if num_folds < 2:
-        raise ValueError(f"num_folds is {num_folds}; expected at least 2.")
+    options = _options(c_grid, num_folds, scaling, device)
+    return _fit(values, targets, counts, [seed], options)[0]
 
-    notes = []
-    folds = min(num_folds, int(counts.min()))
-    cross_validation, start, chosen = None, None, 0
+
+def fit_probes(
+    feature_sets: Iterable[ArrayLike],
+    labels: ArrayLike,
+    *,
+    num_classes: int,
+    seeds: Sequence[int],
+    c_grid: Sequence[float] | None = None,
+    num_folds: int = 5,
+    scaling: _solvers.Scaling = "columns",
+    device: torch.device | str | None = None,
+) -> list[list[ProbeFit]]:
+    """Fit probes on many features of the same documents, such as the layers of a model, under several seeds.
+
+    Seeds share the features' spectrum, and those that choose the same C share the final fit, which no seed changes.
+    Where each seed draws its own training rows, call `fit_probe` on each sample.
+
+    Args:
+        feature_sets: Arrays of shape (n, d); d may differ. No set is held while the next is made, so a generator needs
+            memory for one.
+        labels: As for `fit_probe`, for the rows of every set.
+        num_classes: As for `fit_probe`, like all that follows.
+        seeds: Seeds of the folds, at least one.
+        c_grid: See there.
+        num_folds: See there.
+        scaling: See there.
+        device: See there.
+
+    Returns:
+        Fits by feature set, then by seed.
+
+    Raises:
+        ValueError: As `fit_probe`, with the number of the set; or if there is no seed.
+    """
+    if not len(seeds):
+        raise ValueError("seeds is empty; expected at least one seed of the folds, such as [0].")
+    targets, counts = _targets(labels, num_classes, None)
+    options = _options(c_grid, num_folds, scaling, device)
+    fits: list[list[ProbeFit]] = []
+    # `enumerate` would hold on to the last set while the next one is made.
+    for features in feature_sets:
+        name = f"feature_sets[{len(fits)}]"
+        fits.append(_fit(_features(features, name, len(targets)), targets, counts, seeds, options))
+        del features
+    return fits
+
+
+def _fit(
+    features: NDArray[np.floating[Any]],
+    labels: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    seeds: Sequence[int],
+    options: _Options,
+) -> list[ProbeFit]:
+    """Fit one feature set under each seed."""
+    num_classes, rarest = len(counts), int(counts.argmin())
+    notes: list[str] = []
+    grid, folds = options.grid, min(options.num_folds, int(counts[rarest]))
     if folds < 2:
-        grid = (1.0,)
+        grid, folds = (1.0,), 0
         notes.append(
-            f"No cross-validation: class {int(counts.argmin())} has one training row, and a fold needs one to train "
-            "on and one to score. C is 1, not chosen."
+            f"No cross-validation: class {rarest} has one training row, and a fold needs one to train on and one to "
+            "score. C is 1, not chosen."
         )
-    else:
-        if folds < num_folds:
-            notes.append(
-                f"{folds} folds instead of {num_folds}: class {int(counts.argmin())} has {folds} training rows."
-            )
-        cross_validation = _cross_validate(values, targets, num_classes, grid, folds, seed)
-        means = cross_validation.accuracy.mean(axis=1)
-        # Means of unequal folds may differ in the last digit where the counts are the same.
-        chosen = int(np.flatnonzero(means >= means.max() - 1e-12)[0])
-        start = cross_validation.coefficients[[chosen]], cross_validation.intercepts[[chosen]]
-        if cross_validation.num_unconverged:
-            notes.append(
-                f"{cross_validation.num_unconverged} of {len(grid) * folds} cross-validation fits stopped before a "
-                f"gradient of {_CV_TOLERANCE:g}."
-            )
+    elif folds < options.num_folds:
+        notes.append(f"{folds} folds instead of {options.num_folds}: class {rarest} has {folds} training rows.")
 
-    dtype = np.float64 if values.size < _LARGE else np.float32
-    data = _solvers.standardise(values, targets, np.zeros_like(targets), num_classes=num_classes, dtype=dtype)
-    everything = np.array([_solvers.NO_PART])
-    solution = _solvers.solve(
-        data,
-        _solvers.spectrum(data.matrix) if cross_validation is None else cross_validation.curvature,
-        everything,
-        np.array([grid[chosen]]),
-        tolerance=_FIT_TOLERANCE if dtype == np.float64 else _CV_TOLERANCE,
-        max_iterations=_MAX_ITERATIONS,
-        start=start,
-    )
-    if not solution.converged[0]:
-        notes.append(f"The fit stopped at a gradient of {solution.gradient_norm[0]:.1e}.")
-    coefficients, intercept = _solvers.to_feature_units(data, solution.coefficients[0], solution.intercepts[0])
+    curvature: _solvers.Spectrum | None = None
+    cross_validations: list[_CrossValidation | None] = []
+    for seed in seeds if folds else seeds[:1]:
+        data = None  # Frees the last seed's matrix before the next is made.
+        data = _prepare(features, labels, num_classes, _parts(labels, folds, seed), options)
+        if curvature is None or isinstance(data, _solvers.RotatedData):
+            # Another order of the same rows has the same spectrum; rotated rows depend on the folds.
+            curvature = _solvers.spectrum(data)
+        cross_validations.append(_cross_validate(data, curvature, grid, folds) if folds else None)
+    assert data is not None
+    assert curvature is not None
+    if not folds:
+        cross_validations *= len(seeds)
+
+    final: dict[int, _FinalFit] = {}
+    for cross_validation in cross_validations:
+        chosen = 0 if cross_validation is None else cross_validation.chosen
+        if chosen not in final:
+            start = None if cross_validation is None else cross_validation.start
+            final[chosen] = _final_fit(data, curvature, grid[chosen], start)
+    return [
+        _described(final[0 if found is None else found.chosen], grid, folds, found, notes)
+        for found in cross_validations
+    ]
+
+
+def _described(
+    final: _FinalFit, grid: tuple[float, ...], num_folds: int, found: _CrossValidation | None, notes: Sequence[str]
+) -> ProbeFit:
+    """Put a `ProbeFit` together, with the notes of its own seed after those of all."""
+    own = list(notes)
+    accuracy = None if found is None else found.accuracy
+    if found is not None and found.num_unconverged:
+        own.append(
+            f"{found.num_unconverged} of {len(grid) * num_folds} cross-validation fits stopped before a gradient of "
+            f"{_CV_TOLERANCE:g}."
+        )
+    if not final.converged:
+        own.append(f"The fit stopped at a gradient of {final.gradient_norm:.1e}.")
     return ProbeFit(
-        coefficients=coefficients,
-        intercept=intercept,
-        num_classes=num_classes,
-        c=grid[chosen],
+        coefficients=final.coefficients.copy(),
+        intercept=final.intercept.copy(),
+        num_classes=max(2, len(final.coefficients)),
+        c=grid[0 if found is None else found.chosen],
         c_grid=grid,
-        cv_accuracy=None if cross_validation is None else tuple(cross_validation.accuracy.mean(axis=1).tolist()),
+        cv_accuracy=None if accuracy is None else tuple(accuracy.mean(axis=1).tolist()),
         cv_accuracy_stderr=None
-        if cross_validation is None
-        else tuple((cross_validation.accuracy.std(axis=1, ddof=1) / np.sqrt(folds)).tolist()),
-        num_folds=0 if cross_validation is None else folds,
-        num_cv_unconverged=0 if cross_validation is None else cross_validation.num_unconverged,
-        training_accuracy=float(_solvers.count_correct(data, solution, everything)[0] / len(targets)),
-        num_iterations=int(solution.iterations[0]),
-        converged=bool(solution.converged[0]),
-        gradient_norm=float(solution.gradient_norm[0]),
-        notes=tuple(notes),
+        if accuracy is None
+        else tuple((accuracy.std(axis=1, ddof=1) / np.sqrt(num_folds)).tolist()),
+        num_folds=num_folds,
+        num_cv_unconverged=0 if found is None else found.num_unconverged,
+        training_accuracy=final.training_accuracy,
+        num_iterations=final.num_iterations,
+        converged=final.converged,
+        gradient_norm=final.gradient_norm,
+        notes=tuple(own),
     )
 
 
-def _cross_validate(
+def _parts(labels: NDArray[np.int64], num_folds: int, seed: int) -> NDArray[np.int64]:
+    """Return the fold that leaves each row out, shape (n,); all 0 without folds."""
+    part = np.zeros_like(labels)
+    if num_folds:
+        splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
+        for fold, (_, held_out) in enumerate(splitter.split(np.zeros(len(labels)), labels)):
+            part[held_out] = fold
+    return part
+
+
+def _prepare(
     features: NDArray[np.floating[Any]],
     labels: NDArray[np.int64],
     num_classes: int,
-    grid: tuple[float, ...],
-    num_folds: int,
-    seed: int,
-) -> _CrossValidation:
-    """Fit every C on every fold's training rows and score it on the rest."""
-    part = np.empty_like(labels)
-    splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
-    for fold, (_, held_out) in enumerate(splitter.split(np.zeros(len(labels)), labels)):
-        part[held_out] = fold
-    dtype = np.float64 if features.size <= _SMALL else np.float32
-    data = _solvers.standardise(features, labels, part, num_classes=num_classes, dtype=dtype)
-    if dtype == np.float32 and max(data.stretch.max(), np.abs(data.shift).max()) > 100:
+    part: NDArray[np.int64],
+    options: _Options,
+) -> _solvers.Data:
+    """Standardise, and rotate where that is faster."""
+
+    def standardised(dtype: torch.dtype) -> _solvers.StandardisedData:
+        return _solvers.standardise(
+            features,
+            labels,
+            part,
+            num_classes=num_classes,
+            dtype=dtype,
+            device=options.device,
+            scaling=options.scaling,
+        )
+
+    num_rows, dim = features.shape
+    if num_rows <= _FEW_ROWS and num_rows < dim:
+        return _solvers.rotate(standardised(torch.float64))
+    data = standardised(torch.float64 if features.size <= _SMALL else torch.float32)
+    if data.dtype == torch.float32 and max(float(data.stretch.max()), float(data.shift.abs().max())) > 100:
         # A column has most of its variance in one fold, such as a single huge entry: what the other folds see of it is
         # a small difference of numbers in `matrix`, too small for float32.
-        data = _solvers.standardise(features, labels, part, num_classes=num_classes, dtype=np.float64)
+        del data
+        data = standardised(torch.float64)
+    return data
+
+
+def _cross_validate(
+    data: _solvers.Data, curvature: _solvers.Spectrum, grid: tuple[float, ...], num_folds: int
+) -> _CrossValidation:
+    """Fit every C on every fold's training rows and score it on the rest."""
     left_out = np.tile(np.arange(num_folds), len(grid))
-    curvature = _solvers.spectrum(data.matrix)
     solutions = _solvers.solve(
         data,
         curvature,
@@ -261,22 +380,63 @@ def _cross_validate(
         tolerance=_CV_TOLERANCE,
         max_iterations=_MAX_ITERATIONS,
     )
-    correct = _solvers.count_correct(data, solutions, left_out).reshape(len(grid), num_folds)
-    shape = (len(grid), num_folds)
+    correct = _solvers.count_correct(data, solutions, left_out)
+    sizes = len(data.labels) - data.num_training_rows(left_out)
+    accuracy = (correct / sizes).reshape(len(grid), num_folds)
+    means = accuracy.mean(axis=1)
+    # Means of unequal folds may differ in the last digit where the counts are the same.
+    chosen = int(np.flatnonzero(means >= means.max() - 1e-12)[0])
+    of_chosen = slice(chosen * num_folds, (chosen + 1) * num_folds)
     return _CrossValidation(
-        accuracy=correct / np.diff(data.bounds),
-        coefficients=solutions.coefficients.reshape(*shape, data.num_logits, -1).mean(axis=1),
-        intercepts=solutions.intercepts.reshape(*shape, data.num_logits).mean(axis=1),
+        accuracy=accuracy,
+        chosen=chosen,
+        start=(
+            solutions.coefficients[of_chosen].mean(axis=0, keepdims=True),
+            solutions.intercepts[of_chosen].mean(axis=0, keepdims=True),
+        ),
         num_unconverged=int((~solutions.converged).sum()),
-        curvature=curvature,
     )
 
 
-def _features(features: ArrayLike) -> NDArray[np.floating[Any]]:
-    """Return finite float32 or float64 of shape (n, d), or say where it is not."""
+def _final_fit(
+    data: _solvers.Data,
+    curvature: _solvers.Spectrum,
+    c: float,
+    start: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+) -> _FinalFit:
+    """Fit on all rows, in float64 whatever the dtype of the matrix."""
+    everything = np.array([_solvers.NO_PART])
+    solution = _solvers.solve(
+        data,
+        curvature,
+        everything,
+        np.array([c]),
+        tolerance=_FIT_TOLERANCE,
+        max_iterations=_MAX_ITERATIONS,
+        dtype=torch.float64,
+        start=start,
+    )
+    coefficients, intercept = _solvers.to_feature_units(data, solution.coefficients[0], solution.intercepts[0])
+    correct = int(_solvers.count_correct(data, solution, everything, dtype=torch.float64)[0])
+    return _FinalFit(
+        coefficients=coefficients,
+        intercept=intercept,
+        training_accuracy=correct / len(data.labels),
+        num_iterations=int(solution.iterations[0]),
+        converged=bool(solution.converged[0]),
+        gradient_norm=float(solution.gradient_norm[0]),
+    )
+
+
+def _features(features: ArrayLike, name: str = "features", num_rows: int | None = None) -> NDArray[np.floating[Any]]:
+    """Return finite float32 or float64 of shape (n, d), or say where it is not; `num_rows` is n where it is known."""
     values = np.asarray(features)
     if values.ndim != 2 or not values.shape[1]:
-        raise ValueError(f"features has shape {values.shape}; expected (documents, dimensions).")
+        raise ValueError(f"{name} has shape {values.shape}; expected (documents, dimensions).")
+    if num_rows is not None and len(values) != num_rows:
+        raise ValueError(
+            f"{name} has {len(values)} rows; expected {num_rows}, one for each label. Every set needs the same documents."
+        )
     if values.dtype not in (np.float32, np.float64):
         values = values.astype(np.float32 if values.dtype == np.float16 else np.float64)
     # The sum is finite unless an entry is not, or the sum overflows; only then is each entry looked at.
@@ -287,21 +447,24 @@ def _features(features: ArrayLike) -> NDArray[np.floating[Any]]:
         if len(bad):
             row, column = bad[0]
             raise ValueError(
-                f"features[{row}, {column}] is {values[row, column]}, and {len(np.unique(bad[:, 0]))} of {len(values)} "
+                f"{name}[{row}, {column}] is {values[row, column]}, and {len(np.unique(bad[:, 0]))} of {len(values)} "
                 "rows are not finite. Check the model's states for that document: float16 overflows where bfloat16 "
                 "does not."
             )
     return values
 
 
-def _targets(labels: ArrayLike, num_classes: int, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return labels (n,) and class counts (K,), or say which label or class is wrong."""
+def _targets(labels: ArrayLike, num_classes: int, num_rows: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return labels (n,) and class counts (K,), or say which label or class is wrong; `num_rows` is n if known."""
     values = np.asarray(labels)
     if num_classes < 2:
         raise ValueError(f"num_classes is {num_classes}; a probe needs at least two classes to tell apart.")
+    if num_rows is None and values.ndim == 1:
+        num_rows = len(values)
     if values.shape != (num_rows,):
+        expected = "n" if num_rows is None else num_rows
         raise ValueError(
-            f"labels has shape {values.shape}; expected ({num_rows},), one label for each row of features."
+            f"labels has shape {values.shape}; expected ({expected},), one label for each row of features."
         )
     if not num_rows:
         raise ValueError("There are no training rows; expected at least one of each class.")
@@ -326,9 +489,19 @@ def _targets(labels: ArrayLike, num_classes: int, num_rows: int) -> tuple[NDArra
     return values.astype(np.int64), counts
 
 
-def _grid(c_grid: Sequence[float] | None) -> tuple[float, ...]:
-    """Return the grid ascending and without repeats."""
+def _options(
+    c_grid: Sequence[float] | None, num_folds: int, scaling: _solvers.Scaling, device: torch.device | str | None
+) -> _Options:
+    """Check the options; the grid is ascending and without repeats."""
     grid = tuple(sorted({float(value) for value in (DEFAULT_C_GRID if c_grid is None else c_grid)}))
     if not grid or not all(np.isfinite(value) and value > 0 for value in grid):
         raise ValueError(f"c_grid is {c_grid}; expected at least one value of C, each finite and above 0.")
-    return grid
+    if num_folds < 2:
+        raise ValueError(f"num_folds is {num_folds}; expected at least 2.")
+    if scaling not in get_args(_solvers.Scaling):
+        known = " or ".join(map(repr, get_args(_solvers.Scaling)))
+        raise ValueError(f"scaling is {scaling!r}; expected {known}.")
+    where = torch.device("cpu" if device is None else device)
+    if where.type == "mps":
+        raise ValueError("device is 'mps', which has no float64; fit the probe on 'cpu'.")
+    return _Options(grid, num_folds, scaling, where)
