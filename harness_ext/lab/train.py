@@ -1,7 +1,8 @@
 """Train a small causal LM on documents, measure its loss, and save it as an ordinary Hugging Face folder.
 
 Source of the recipe: AdamW (Loshchilov and Hutter, 2019) with linear warmup and cosine decay.
-Known gaps: one objective (cross-entropy) and one algorithm; training cannot be resumed; documents are kept apart, so
+The objectives are the cross-entropy and, of a `lab.quad.QuadModel`, the Quad loss.
+Known gaps: one algorithm; training cannot be resumed; documents are kept apart, so
 a model never sees two of them in one context, and few-shot prompts are new to it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import version
@@ -28,16 +29,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from harness_ext.lab.quad import IGNORED, QuadModel, last_states, linear_head, quad_losses
+
 __all__ = [
     "LAB_FILE",
+    "OBJECTIVES",
     "SCHEMA_VERSION",
     "Blocks",
     "Loss",
     "TrainConfig",
     "TrainResult",
+    "check_packing",
     "cpu_threads",
     "encode",
     "pack",
+    "packed_batches",
     "save",
     "train",
     "validation_loss",
@@ -48,7 +54,10 @@ SCHEMA_VERSION = 1
 """Of `lab.json`."""
 
 _PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
-_IGNORED = -100
+
+_PACKING_TOLERANCE = 1e-3
+
+OBJECTIVES = ("cross_entropy", "quad")
 
 
 class Blocks(NamedTuple):
@@ -109,7 +118,7 @@ class TrainResult:
     Attributes:
         steps: Optimizer steps taken.
         tokens: Tokens seen, all processes together.
-        losses: This process's training loss at every step, nats per token.
+        losses: This process's training loss at every step, per token: nats, or the Quad loss, which has no unit.
         seconds: Wall time.
     """
 
@@ -120,7 +129,10 @@ class TrainResult:
 
 
 class Loss(NamedTuple):
-    """Mean next-token cross-entropy in nats per token, its standard error over documents, and the tokens counted."""
+    """Mean loss per token, its standard error over documents, and the tokens counted.
+
+    The loss is the cross-entropy of the next token in nats, or the Quad loss, which has no unit.
+    """
 
     value: float
     stderr: float
@@ -182,8 +194,61 @@ def pack(documents: Iterable[Sequence[int]], *, end_of_text: int, block_size: in
     )
 
 
+@torch.no_grad()
+def check_packing(model: PreTrainedModel, *, block_size: int) -> None:
+    """Check that a model treats a packed block as separate forward passes over its documents do.
+
+    Models with sliding windows, ALiBi or a recurrence do not take the mask that keeps documents apart, some without a word.
+
+    Raises:
+        ValueError: If the logits differ.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(block_size, device=model.device).mul(7).remainder(vocabulary)[None]
+    training = model.training
+    model.eval()
+    try:
+        # One document, as long as the block, and two.
+        for cuts in ([block_size], [block_size // 2, block_size - block_size // 2]):
+            positions = torch.cat([torch.arange(cut, device=model.device) for cut in cuts])[None]
+            packed = model(**_packed_inputs(tokens, positions), use_cache=False).logits
+            apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in tokens.split(cuts, 1)], dim=1)
+            difference = float((packed - apart).norm() / apart.norm())
+            if not difference < _PACKING_TOLERANCE:
+                raise ValueError(f"its logits change by {difference:.0%} of their size")
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise ValueError(
+            f"{type(model).__name__} cannot be trained on packed documents: with the mask that keeps them apart in a block of "
+            f"{block_size} tokens it fails ({err}). GPT-2, Llama, Qwen2, GPT-NeoX and OPT can be; a model with a sliding "
+            "window, if the block is not longer than the window."
+        ) from err
+    finally:
+        model.train(training)
+
+
+def packed_batches(
+    blocks: Blocks, *, batch_size: int, device: torch.device
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Yield what a model is given for a batch of blocks, in their order, and the token after each place.
+
+    A token attends to earlier tokens of its own document alone. The target is `lab.quad.IGNORED` where a document ends: its
+    end does not tell how the next one begins. The last batch may be smaller.
+    """
+    for start in range(0, len(blocks.tokens), batch_size):
+        rows = slice(start, start + batch_size)
+        tokens, positions = (torch.from_numpy(array[rows]).to(device) for array in blocks)
+        yield _packed_inputs(tokens, positions), _packed_targets(tokens, positions)
+
+
 def train(
-    model: PreTrainedModel, blocks: Blocks, config: TrainConfig, *, seed: int, show_progress: bool = True
+    model: PreTrainedModel | QuadModel,
+    blocks: Blocks,
+    config: TrainConfig,
+    *,
+    seed: int,
+    objective: str = "cross_entropy",
+    dtype: torch.dtype = torch.float32,
+    show_progress: bool = True,
 ) -> TrainResult:
     """Train `model` in place, each document seeing only itself.
 
@@ -191,16 +256,20 @@ def train(
     given number of threads. No global RNG is read.
 
     Args:
-        model: A causal LM in float32; accelerate chooses its device.
+        model: A causal LM in float32, or a `QuadModel` of one for the objective "quad"; accelerate chooses its device.
         blocks: As `pack` gives them. They are shuffled, and again each time that all have been seen.
         config: The recipe.
         seed: Of the order of the blocks.
+        objective: One of `OBJECTIVES`.
+        dtype: Of the forward pass, by autocast where it is not float32; the weights stay in float32.
         show_progress: Show a bar with tokens, rate, loss and time left on stderr.
 
     Raises:
-        ValueError: If there are fewer blocks than one step takes.
+        KeyError: If the objective is unknown.
+        ValueError: If there are fewer blocks than one step takes, or the objective is not one of this model.
         FloatingPointError: If the loss stops being finite; the model is then spoilt.
     """
+    _check_objective(model, objective)
     accelerator = Accelerator()
     blocks_per_step = config.batch_size * accelerator.num_processes
     if len(blocks.tokens) < blocks_per_step:
@@ -234,7 +303,8 @@ def train(
         disable=not (show_progress and accelerator.is_main_process),
     ) as bar:
         for step, (tokens, positions) in zip(range(config.steps), _cycle(loader), strict=False):
-            loss = _packed_loss(wrapped, tokens, positions)
+            with torch.autocast(accelerator.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                loss = _packed_loss(wrapped, tokens, positions, objective)
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(
@@ -246,7 +316,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
             bar.update(tokens_per_step)
     seconds = time.perf_counter() - started
     model.eval()
@@ -255,21 +325,32 @@ def train(
 
 @torch.no_grad()
 def validation_loss(
-    model: PreTrainedModel, documents: Sequence[Sequence[int]], *, end_of_text: int, batch_size: int = 64
+    model: PreTrainedModel | QuadModel,
+    documents: Sequence[Sequence[int]],
+    *,
+    end_of_text: int,
+    batch_size: int = 64,
+    objective: str = "cross_entropy",
 ) -> Loss:
     """Return the loss on whole documents, each between two ends of text; the first is given, the second is counted.
 
-    This is the quantity that a language's entropy per token bounds from below.
+    The cross-entropy is bounded from below by the language's entropy per token. The Quad loss of a `QuadModel` is ℓ(Wh, Φ),
+    that of a causal LM ℓ(f, Φ) of its own output embedding.
 
     Args:
-        model: A causal LM.
+        model: A causal LM; or a `QuadModel`, for the objective "quad" alone.
         documents: Token ids without special tokens; at least 2 documents, for the standard error.
         end_of_text: The token that opens and closes a document.
         batch_size: Documents in each forward pass; it changes the result by rounding only.
+        objective: One of `OBJECTIVES`.
 
     Raises:
-        ValueError: If there are fewer than 2 documents, or one is longer than the model's context.
+        KeyError: If the objective is unknown.
+        ValueError: If there are fewer than 2 documents, one is longer than the model's context, or the objective is not
+            defined for this model.
     """
+    if objective != "quad" or not isinstance(model, PreTrainedModel):
+        _check_objective(model, objective)
     if len(documents) < 2:
         raise ValueError(f"expected at least 2 documents, got {len(documents)}")
     longest = 1 + max(len(document) for document in documents)
@@ -277,25 +358,21 @@ def validation_loss(
     if longest > context:
         raise ValueError(f"the longest document has {longest} tokens with its end of text; the context is {context}")
     model.eval()
+    token_losses = _exact_quad_losses(model) if objective == "quad" else _exact_cross_entropy(model)
     by_length = sorted(range(len(documents)), key=lambda row: len(documents[row]))
-    nats = np.zeros(len(documents))
+    totals = np.zeros(len(documents))
     for start in range(0, len(by_length), batch_size):
         rows = by_length[start : start + batch_size]
         sequences = [torch.tensor([end_of_text, *documents[row], end_of_text]) for row in rows]
-        padded = pad_sequence(sequences, batch_first=True, padding_value=_IGNORED).to(model.device)
+        padded = pad_sequence(sequences, batch_first=True, padding_value=IGNORED).to(model.device)
         given, targets = padded[:, :-1], padded[:, 1:]
-        is_token = given != _IGNORED
-        logits = model(
-            input_ids=given.where(is_token, end_of_text), attention_mask=is_token.long(), use_cache=False
-        ).logits
-        losses = cross_entropy(
-            logits.cpu().double().transpose(1, 2), targets.cpu(), ignore_index=_IGNORED, reduction="none"
-        )
-        nats[rows] = losses.sum(dim=1).numpy()
+        is_token = given != IGNORED
+        inputs = {"input_ids": given.where(is_token, end_of_text), "attention_mask": is_token.long()}
+        totals[rows] = token_losses(inputs, targets.cpu()).sum(dim=1).numpy()
     lengths = np.array([len(document) + 1 for document in documents])
-    value = nats.sum() / lengths.sum()
+    value = totals.sum() / lengths.sum()
     # Delta method for the ratio of two means.
-    residuals = (nats - value * lengths) / lengths.mean()
+    residuals = (totals - value * lengths) / lengths.mean()
     stderr = residuals.std(ddof=1) / math.sqrt(len(documents))
     return Loss(value=float(value), stderr=float(stderr), tokens=int(lengths.sum()))
 
@@ -322,30 +399,77 @@ def save(
     return json.loads(text)
 
 
-def _packed_loss(model: torch.nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Mean next-token loss of blocks in which a token attends to earlier tokens of its own document alone."""
-    starts = positions == 0
-    document = starts.cumsum(dim=1)
+def _check_objective(model: torch.nn.Module, objective: str) -> None:
+    if objective not in OBJECTIVES:
+        raise KeyError(f"unknown objective {objective!r}. Known: {', '.join(OBJECTIVES)}.")
+    if (objective == "quad") != isinstance(model, QuadModel):
+        expected = "a lab.quad.QuadModel" if objective == "quad" else "a causal LM"
+        raise ValueError(f"expected {expected} for the objective {objective!r}, got a {type(model).__name__}")
+
+
+def _packed_inputs(tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    document = (positions == 0).cumsum(dim=1)
     length = tokens.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     allowed = (document[:, :, None] == document[:, None, :]) & causal
     # transformers takes an additive float mask of shape (batch, 1, length, length) as it is.
     mask = torch.zeros(allowed.shape, device=tokens.device)
     mask = mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)[:, None]
-    logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+
+
+def _packed_targets(tokens: Tensor, positions: Tensor) -> Tensor:
     # The end of a document does not tell how the next one begins.
-    targets = tokens.masked_fill(starts, _IGNORED)[:, 1:]
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED)
+    following = tokens.masked_fill(positions == 0, IGNORED)[:, 1:]
+    return torch.nn.functional.pad(following, (0, 1), value=IGNORED)
+
+
+def _packed_loss(model: torch.nn.Module, tokens: Tensor, positions: Tensor, objective: str) -> Tensor:
+    """Mean loss per predicted token of blocks in which a token attends to earlier tokens of its own document alone."""
+    inputs, targets = _packed_inputs(tokens, positions), _packed_targets(tokens, positions)
+    if objective == "quad":
+        return model(targets, **inputs).sum() / (targets != IGNORED).sum()
+    logits = model(**inputs, use_cache=False).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, :-1].flatten(), ignore_index=IGNORED)
+
+
+_TokenLosses = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+"""From the inputs of a batch and the targets (batch, T) on the CPU to the loss of each place, 0 where there is no target."""
+
+
+def _exact_cross_entropy(model: torch.nn.Module) -> _TokenLosses:
+    def losses(inputs: Mapping[str, Tensor], targets: Tensor) -> Tensor:
+        logits = model(**inputs, use_cache=False).logits
+        return cross_entropy(logits.cpu().double().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+
+    return losses
+
+
+def _exact_quad_losses(model: PreTrainedModel | QuadModel) -> _TokenLosses:
+    weight = model.embedding if isinstance(model, QuadModel) else linear_head(model).weight
+    embedding = weight.detach().cpu().double()
+    gram = embedding.T @ embedding
+
+    def losses(inputs: Mapping[str, Tensor], targets: Tensor) -> Tensor:
+        states = model.features(inputs) if isinstance(model, QuadModel) else last_states(model, inputs).cpu().double()
+        return quad_losses(states, targets, embedding, gram)
+
+    return losses
 
 
 def _cycle(loader: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
     while True:
-        yield from loader
+        count = 0
+        for count, batch in enumerate(loader, start=1):  # noqa: B007
+            yield batch
+        if count == 0:
+            raise ValueError("expected at least one batch for each process, got none; give more text")
 
 
-def _parameter_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 

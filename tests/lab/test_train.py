@@ -14,16 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from harness_ext.lab.languages.reviews import build_tokenizer, default_grammar, entropy
 from harness_ext.lab.model import ModelConfig, build_model
+from harness_ext.lab.quad import IGNORED, QuadModel
 from harness_ext.lab.train import (
     Blocks,
     TrainConfig,
+    check_packing,
     cpu_threads,
     encode,
     pack,
+    packed_batches,
     save,
     train,
     validation_loss,
@@ -97,6 +101,80 @@ def test_packed_documents_do_not_see_each_other(tokenizer: PreTrainedTokenizerBa
     expected = np.mean([nats for part in parts for nats in document_nats(model, part)])
     result = train(model, Blocks(tokens, positions), TrainConfig(steps=1, batch_size=1), seed=0, show_progress=False)
     assert result.losses[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_packed_targets_are_the_next_tokens_of_the_same_document(blocks: Blocks) -> None:
+    batches = list(packed_batches(blocks, batch_size=5, device=torch.device("cpu")))
+    assert sum(len(targets) for _, targets in batches) == len(blocks.tokens)
+    rows = [(inputs["input_ids"][row], targets[row]) for inputs, targets in batches for row in range(len(targets))]
+    for (tokens, targets), positions in zip(rows, blocks.positions, strict=True):
+        assert tokens.shape == targets.shape
+        for place in range(len(tokens)):
+            is_last = place + 1 == len(tokens) or positions[place + 1] == 0
+            assert targets[place] == (IGNORED if is_last else tokens[place + 1])
+
+
+def test_the_quad_loss_of_packed_documents_is_that_of_separate_ones(
+    tokenizer: PreTrainedTokenizerBase, documents: list[list[int]]
+) -> None:
+    parts = [documents[1], documents[2][:7]]
+    tokens = np.array([[token for part in parts for token in part]])
+    positions = np.array([[place for part in parts for place in range(len(part))]])
+    model = QuadModel(build_model(SMALL, tokenizer, seed=0))
+    with torch.no_grad():
+        model.linear.copy_(torch.randn(model.linear.shape, generator=torch.Generator().manual_seed(0)))
+    losses: list[float] = []
+    with torch.no_grad():
+        for part in parts:
+            logits = model.features({"input_ids": torch.tensor([part])})[0] @ model.embedding.double().T
+            losses += [
+                float(0.5 * row.square().sum() - row[token]) for row, token in zip(logits[:-1], part[1:], strict=True)
+            ]
+    blocks, config = Blocks(tokens, positions), TrainConfig(steps=1, batch_size=1)
+    result = train(model, blocks, config, seed=0, objective="quad", show_progress=False)
+    assert result.losses[0] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_an_objective_that_does_not_fit_is_an_error(tokenizer: PreTrainedTokenizerBase, blocks: Blocks) -> None:
+    model, config = build_model(SMALL, tokenizer, seed=0), TrainConfig(steps=1)
+    with pytest.raises(KeyError, match=r"unknown objective 'mse'\. Known: cross_entropy, quad"):
+        train(model, blocks, config, seed=0, objective="mse")
+    with pytest.raises(ValueError, match=r"a lab\.quad\.QuadModel for the objective 'quad', got a GPT2LMHeadModel"):
+        train(model, blocks, config, seed=0, objective="quad")
+    quad = QuadModel(model)
+    with pytest.raises(ValueError, match="a causal LM for the objective 'cross_entropy', got a QuadModel"):
+        train(quad, blocks, config, seed=0)
+    with pytest.raises(ValueError, match="a causal LM for the objective"):
+        validation_loss(quad, [[1], [2]], end_of_text=0)
+    with pytest.raises(KeyError, match="unknown objective 'mse'"):
+        validation_loss(model, [[1], [2]], end_of_text=0, objective="mse")
+
+
+def test_half_precision_trains_and_leaves_the_weights_as_they_are(
+    tokenizer: PreTrainedTokenizerBase, blocks: Blocks
+) -> None:
+    config = TrainConfig(steps=3, batch_size=4)
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model(SMALL, tokenizer, seed=0)
+        losses[dtype] = train(model, blocks, config, seed=0, dtype=dtype, show_progress=False).losses
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert losses[torch.bfloat16] != losses[torch.float32]
+    # 8 bits of a logit.
+    assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=1e-2)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "neox", "opt"])
+def test_models_that_keep_packed_documents_apart_pass_the_check(family: str) -> None:
+    check_packing(tiny_model(family), block_size=33)
+
+
+def test_models_that_do_not_are_refused() -> None:
+    mistral = tiny_model("mistral")  # with a window of 8 tokens
+    check_packing(mistral, block_size=8)
+    for model in (mistral, tiny_model("bloom"), tiny_model("mamba")):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be trained on packed documents"):
+            check_packing(model, block_size=33)
 
 
 def test_training_lowers_the_loss_and_depends_on_the_seed_alone(
