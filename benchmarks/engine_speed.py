@@ -1,13 +1,15 @@
 """Time of the engine against lm_eval's own scoring and against a bare loop over the same tokens, runs alternating.
 
     HARNESS_EXT_DATA=DIR python benchmarks/engine_speed.py --model FOLDER --dtype bfloat16 --batch_size 64
+    HARNESS_EXT_DATA=DIR python benchmarks/engine_speed.py --model FOLDER --prompts sst/it_was sst/this_movie_is …
 
-Three ways to score the documents of `natural_sst` under its default prompt, in one process, one after the other in every
-round, the order turned from round to round:
+Three ways to score the documents of `natural_sst` under its default prompt or under those of a sweep, in one process, one
+after the other in every round, the order turned from round to round:
 
 engine     `lm.prompt_states`, with the readout of all label words and without the store
-lm_eval    `lm.loglikelihood` on the requests of an ordinary multiple_choice task with the same prompt and words
-bare       the body alone on the same token sequences in batches of equal length, so without padding, head or readout
+lm_eval    `lm.loglikelihood` on the requests of one ordinary multiple_choice task a prompt, with its text and the first word
+           of each class, all in one call as lm_eval does
+bare       the body alone on each distinct token sequence in batches of equal length, so without padding, head or readout
 """
 
 from __future__ import annotations
@@ -28,38 +30,45 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--task", default="natural_sst")
+    parser.add_argument("--prompts", nargs="+", help="ids or patterns (default: the task's prompt)")
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
-def load_tasks(name: str, limit: int | None) -> tuple[Any, Any]:
-    """Our task and a stock multiple_choice task with the same documents, prompt and words, requests built."""
+def load_tasks(name: str, prompt: list[str] | None, limit: int | None) -> tuple[Any, list[Any]]:
+    """Our task, and a stock multiple_choice task a prompt with the same documents, text and words; requests built."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks import TaskManager
 
-    from harness_ext import resources
+    from harness_ext import prompts, resources
 
-    manager = TaskManager(include_path=str(resources.task_configs_folder()), include_defaults=False)
+    metadata = {} if prompt is None else {"prompt": prompt}
+    manager = TaskManager(
+        include_path=str(resources.task_configs_folder()), include_defaults=False, metadata=metadata
+    )
     ours = manager.load([name])["tasks"][name]
 
     class Stock(ConfigurableTask):
         def download(self, *args: Any, **kwargs: Any) -> None:
             self.dataset = {ours.eval_split: ours.dataset[ours.eval_split]}
 
-    stock = Stock(
-        config={
-            "task": "stock",
-            "dataset_path": ours.config.dataset_path,
-            "test_split": ours.eval_split,
-            "doc_to_text": ours.template.source,
-            "doc_to_target": ours.label_column,
-            "doc_to_choice": [words[0] for words in ours.words],
-            "output_type": "multiple_choice",
-            "num_fewshot": 0,
-        }
-    )
-    for task in (ours, stock):
+    stock = [
+        Stock(
+            config={
+                "task": f"stock_{number}",
+                "dataset_path": ours.config.dataset_path,
+                "test_split": ours.eval_split,
+                "doc_to_text": template.source,
+                "doc_to_target": ours.label_column,
+                "doc_to_choice": [words[0] for words in prompts.words_by_class(template, ours.classes)],
+                "output_type": "multiple_choice",
+                "num_fewshot": 0,
+            }
+        )
+        for number, template in enumerate(ours.templates)
+    ]
+    for task in (ours, *stock):
         task.set_fewshot_seed(0)
         task.build_all_requests(limit=limit)
     return ours, stock
@@ -91,7 +100,7 @@ def main() -> None:
     from harness_ext.engine.tokens import PromptEncoder
 
     lm = HFLM(pretrained=args.model, dtype=args.dtype, batch_size=args.batch_size, device="cpu")
-    ours, stock = load_tasks(args.task, args.limit)
+    ours, stock = load_tasks(args.task, args.prompts, args.limit)
     encoder = PromptEncoder(
         lm.tokenizer,
         max_length=lm.max_length,
@@ -104,16 +113,18 @@ def main() -> None:
     )
     sequences = list({prompt.context for prompt in encoded})
 
+    asked_of_lm_eval = [instance for task in stock for instance in task.instances]
     ways = {
         "engine": lambda: lm.prompt_states(ours.instances),
-        "lm_eval": lambda: lm.loglikelihood(stock.instances, disable_tqdm=True),
+        "lm_eval": lambda: lm.loglikelihood(asked_of_lm_eval, disable_tqdm=True),
         "bare": lambda: bare_loop(lm.model, sequences, args.batch_size),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     bare_loop(lm.model, sequences[:64], args.batch_size)  # warm-up
     tokens = sum(map(len, sequences))
     print(
-        f"{args.task}: {len(stock.instances) // len(ours.classes)} documents, {len(sequences)} distinct prompts, "
+        f"{args.task}: {len(stock[0].instances) // len(ours.classes)} documents under {len(stock)} prompts, "
+        f"{len(asked_of_lm_eval)} requests of lm_eval; {len(sequences)} distinct prompts, "
         f"{tokens} tokens; {args.dtype}, batch size {args.batch_size}, {torch.get_num_threads()} threads"
     )
     names = list(ways)

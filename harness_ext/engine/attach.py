@@ -4,8 +4,8 @@ lm_eval hands all requests of one type to `getattr(lm, request_type)` in one cal
 base class LM, when our tasks are imported; a model that exists by then has it too. Transformers models (`--model hf` and
 its relatives) answer with the engine. Any other model answers label words by its own `loglikelihood`, one request a word,
 and has no states: `attach` also wraps `lm_eval.evaluator.evaluate`, which is where the model and the tasks are first known
-together, so that a task that needs states stops there, before any model work. The wrapper adds what the engine did to the
-results as `results["harness_ext"]`. Last, lm_eval gives a standard error to a fixed list of aggregations only; `attach` lets an
+together, so that a task that needs states stops there, before any model work. The wrapper adds what the engine did, and what
+our tasks have to say together, to the results as `results["harness_ext"]`. Last, lm_eval gives a standard error to a fixed list of aggregations only; `attach` lets an
 aggregation bring its own.
 
 The other place that patches lm_eval is `harness_ext.plugin`.
@@ -175,6 +175,10 @@ def _checked(evaluate: Any) -> Any:
             delattr(model, CACHE)
         if results is not None and summaries:
             results["harness_ext"] = {"version": __version__, "passes": summaries}
+            # What our tasks have to say together; one of them speaks for all.
+            speaker = next((task for task in tasks.values() if hasattr(task, "summarise_run")), None)
+            if speaker is not None:
+                results["harness_ext"] |= speaker.summarise_run(list(tasks.values()))
         return results
 
     return checked
