@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ __all__ = [
     "DatasetConfig",
     "MirrorSplit",
     "NewDataset",
+    "evaluator_descriptions",
     "evaluator_names",
     "plan_dataset",
     "read_dataset",
@@ -60,6 +61,7 @@ class DatasetConfig:
     Attributes:
         name: Name of the folder.
         dataset_path: Id on the Hub, also the path in the local mirror.
+        config_name: Which of the dataset's configurations on the Hub; None where it has one.
         splits: The splits that it names, training split first.
         text_column: The column of the document.
         label_column: The column of the label.
@@ -70,6 +72,7 @@ class DatasetConfig:
 
     name: str
     dataset_path: str
+    config_name: str | None
     splits: tuple[str, ...]
     text_column: str
     label_column: str
@@ -88,6 +91,16 @@ _Loader.add_constructor("!function", lambda loader, node: loader.construct_scala
 def evaluator_names(configs: Path) -> tuple[str, ...]:
     """Return the evaluators that `configs/_evaluators/` has, sorted."""
     return tuple(sorted(path.stem for path in (configs / _EVALUATORS).glob("*.yaml")))
+
+
+def evaluator_descriptions(configs: Path) -> dict[str, str]:
+    """Return what each evaluator does by its name, sorted: the comment that its YAML begins with, "" without one."""
+    result = {}
+    for name in evaluator_names(configs):
+        lines = (configs / _EVALUATORS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
+        result[name] = " ".join(line.lstrip("#").strip() for line in comment)
+    return result
 
 
 def read_datasets(configs: Path) -> dict[str, DatasetConfig]:
@@ -116,6 +129,7 @@ def read_dataset(folder: Path) -> DatasetConfig:
     return DatasetConfig(
         name=folder.resolve().name,
         dataset_path=str(config["dataset_path"]),
+        config_name=None if config.get("dataset_name") is None else str(config["dataset_name"]),
         splits=tuple(split for split in splits if split),
         text_column=str(config["doc_to_text"]),
         label_column=str(config["doc_to_target"]),
@@ -262,10 +276,14 @@ def plan_dataset(
         "doc_to_text": text,
         "doc_to_target": label,
         "doc_to_choice": class_names,
-        "metadata": {"version": 1.0, "prompt": prompt},
     }
+    text_of_yaml = _to_yaml({key: value for key, value in dataset.items() if value is not None}) + (
+        f"metadata:\n  version: 1.0\n  prompt: {prompt}\n"
+        "  # For probe_subset: make it a dozen words that the task is about, best of one token each.\n"
+        f"  subset_words: {_to_yaml(_first_subset_words(class_names))}"
+    )
     names = evaluator_names(evaluators)
-    files = {configs / name / "_dataset.yaml": _to_yaml({k: v for k, v in dataset.items() if v is not None})}
+    files = {configs / name / "_dataset.yaml": text_of_yaml}
     for evaluator in names:
         task = f"{evaluator}_{name}"
         files[configs / name / f"{task}.yaml"] = (
@@ -313,8 +331,14 @@ def write_dataset(new: NewDataset) -> None:
         raise
 
 
-def _to_yaml(config: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)
+def _first_subset_words(class_names: Sequence[str]) -> list[str]:
+    """Return the label words of the first prompt, which are the class names, and these as they stand within a sentence."""
+    within_sentences = [name.lower() for name in class_names if name.isalpha()]
+    return list(dict.fromkeys([*class_names, *within_sentences]))
+
+
+def _to_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)
 
 
 def _choose_split(

@@ -15,12 +15,31 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness_ext import resources, scaffold
-from harness_ext.prompts import PROMPTS_VARIABLE, check_prompt, find_prompts, load_prompt, words_by_class
+from harness_ext.prompts import (
+    PROMPTS_VARIABLE,
+    check_prompt,
+    duplicate_prompts,
+    find_prompts,
+    load_prompt,
+    words_by_class,
+)
 
 CONFIGS = resources.task_configs_folder()
 DATASETS = scaffold.read_datasets(CONFIGS)
 EVALUATORS = scaffold.evaluator_names(CONFIGS)
 TASKS = [(evaluator, dataset) for dataset in DATASETS for evaluator in EVALUATORS]
+
+# Evaluator -> class that runs it.
+CLASSES = {
+    "natural": "NaturalTask",
+    "probe": "ProbeTask",
+    "probe_cmean": "ConditionalMeanProbe",
+    "probe_full": "ProbabilitiesProbe",
+    "probe_random": "RandomProjectionProbe",
+    "probe_subset": "SubsetWordsProbe",
+    "probe_words": "ClassWordsProbe",
+    "quad": "QuadProbe",
+}
 
 # What the Hub's datasets have, for checks without a network. A dataset that is not here may use the two columns that
 # its YAML names.
@@ -48,7 +67,7 @@ def _merged(evaluator: str, dataset: str, *, resolve: bool = False) -> dict[str,
 
 def test_the_datasets_of_the_project_are_there() -> None:
     assert set(DATASETS) >= {"sst", "sst5", "mr", "subj", "mpqa", "cr", "trec", "agnews", "imdb", "demo"}
-    assert set(EVALUATORS) >= {"natural", "probe"}
+    assert set(EVALUATORS) == set(CLASSES)
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -68,7 +87,7 @@ def test_a_task_is_its_dataset_and_its_evaluator(evaluator: str, dataset: str) -
     assert config["task"] == f"{evaluator}_{dataset}"
     assert config.keys() - {"class"} <= {field.name for field in fields(TaskConfig)}
     # lm_eval merges includes key by key and would lose one of two metadata mappings.
-    assert config["metadata"].keys() >= {"version", "prompt"}
+    assert config["metadata"].keys() == {"version", "prompt", "subset_words"}
     assert "metadata" not in load_yaml(CONFIGS / "_evaluators" / f"{evaluator}.yaml", resolve_func=False)
     assert config["output_type"] == "multiple_choice"
     assert config["training_split"] == config["fewshot_split"] != config["test_split"]
@@ -76,25 +95,46 @@ def test_a_task_is_its_dataset_and_its_evaluator(evaluator: str, dataset: str) -
         assert set(metric) == {"metric", "aggregation", "higher_is_better"}
 
 
-@pytest.mark.parametrize(("evaluator", "name"), [("natural", "NaturalTask"), ("probe", "ProbeTask")])
+@pytest.mark.parametrize(("evaluator", "name"), CLASSES.items())
 def test_the_class_can_be_imported(evaluator: str, name: str) -> None:
     task_class = _merged(evaluator, "sst", resolve=True)["class"]
     assert task_class.__name__ == name
     assert task_class.__module__.startswith("harness_ext.tasks")
 
 
-def test_natural_metrics() -> None:
-    metrics = {entry["metric"]: entry for entry in _merged("natural", "sst")["metric_list"]}
-    assert set(metrics) == {"acc", "acc_pmi", "acc_batch", "macro_f1", "brier"}
-    assert [name for name, entry in metrics.items() if not entry["higher_is_better"]] == ["brier"]
+PROBE_METRICS = {"acc", "balanced_acc", "macro_f1", "ece", "majority_rate"}
+
+
+@pytest.mark.parametrize("evaluator", EVALUATORS)
+def test_the_metrics(evaluator: str) -> None:
+    metrics = {entry["metric"]: entry for entry in _merged(evaluator, "sst")["metric_list"]}
+    of_natural = {"acc_pmi", "acc_batch", "acc_context", "brier"} if evaluator == "natural" else set()
+    assert set(metrics) == PROBE_METRICS | of_natural
+    assert {name for name, entry in metrics.items() if not entry["higher_is_better"]} == metrics.keys() & {
+        "brier",
+        "ece",
+    }
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_the_subset_words_are_distinct_and_about_a_dozen(dataset: str) -> None:
+    words = _merged("probe_subset", dataset)["metadata"]["subset_words"]
+    assert all(isinstance(word, str) and word == word.strip() and word for word in words)
+    assert len(set(words)) == len(words)
+    assert (6 if dataset == "demo" else 12) <= len(words) <= 20
+
+
+def test_every_evaluator_says_what_it_does() -> None:
+    described = scaffold.evaluator_descriptions(CONFIGS)
+    assert tuple(described) == EVALUATORS
+    assert all(text.endswith(".") for text in described.values())
 
 
 def test_lm_eval_sees_the_tasks_and_tags_and_no_others() -> None:
     index = TaskManager(include_path=str(CONFIGS), include_defaults=False).task_index
-    tags = {"natural", "probe", "demo"}
-    assert set(index) == {f"{evaluator}_{dataset}" for evaluator, dataset in TASKS} | tags
+    assert set(index) == {f"{evaluator}_{dataset}" for evaluator, dataset in TASKS} | {*EVALUATORS, "demo"}
     # The demo's data are beside its model, so `--tasks natural` on another model must not ask for them.
-    for evaluator in ("natural", "probe"):
+    for evaluator in EVALUATORS:
         assert index[evaluator].tags == {f"{evaluator}_{dataset}" for dataset in DATASETS if dataset != "demo"}
         assert f"{evaluator}_demo" in index["demo"].tags
 
@@ -105,7 +145,7 @@ def test_no_name_is_one_of_lm_evals_own(monkeypatch: pytest.MonkeyPatch) -> None
 
     own = Path(lm_eval.tasks.__file__).parent
     builtin = TaskManager(include_path=None).task_index
-    ours = {f"{evaluator}_{dataset}" for evaluator, dataset in TASKS} | {"natural", "probe", "demo"}
+    ours = {f"{evaluator}_{dataset}" for evaluator, dataset in TASKS} | {*EVALUATORS, "demo"}
     for name in ours & set(builtin):
         path = builtin[name].yaml_path
         assert path is None or not path.is_relative_to(own)
@@ -143,6 +183,18 @@ def test_the_default_prompt_has_words_for_every_class(dataset: str) -> None:
 def test_there_are_three_prompts_of_our_own_beside_the_papers(dataset: str) -> None:
     sources = [load_prompt(prompt_id).source for prompt_id in find_prompts(f"{dataset}/*")]
     assert sum("et al." not in source for source in sources) >= 3
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_no_two_prompts_are_the_same(dataset: str) -> None:
+    assert duplicate_prompts(load_prompt(prompt_id) for prompt_id in find_prompts(f"{dataset}/*")) == []
+
+
+@pytest.mark.parametrize(("dataset", "count"), [("sst", 8), ("imdb", 8), ("agnews", 6)])
+def test_a_sweep_has_different_texts_that_share_their_document(dataset: str, count: int) -> None:
+    column, document = DATASETS[dataset].text_column, "so it goes<br />on ."
+    texts = {load_prompt(prompt_id).render({column: document}).text for prompt_id in find_prompts(f"{dataset}/*")}
+    assert sum(text.startswith(document) for text in texts) >= count
 
 
 def test_the_default_of_sst_is_that_of_the_readme() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,36 @@ def add_parser(subparsers: Any) -> None:
 
 
 def list_tasks(args: argparse.Namespace) -> int:
-    """Print one block for each dataset."""
+    """Print the evaluators, then one block for each dataset, whose tasks are named only where it lacks some."""
     from harness_ext import resources, scaffold
 
-    prompts = resources.prompts_folder()
-    for name, config in scaffold.read_datasets(resources.task_configs_folder()).items():
+    configs, prompts = resources.task_configs_folder(), resources.prompts_folder()
+    columns = shutil.get_terminal_size(fallback=(100, 24)).columns
+    evaluators = scaffold.evaluator_descriptions(configs)
+    datasets = scaffold.read_datasets(configs)
+    width = max(map(len, evaluators), default=0)
+    print("evaluators")
+    for name, description in evaluators.items():
+        print(_hanging(f"  {name:<{width}}  ", description, columns))
+    print("\ndatasets")
+    for name, config in datasets.items():
+        print(f"  {name}  ({config.dataset_path})")
+        if set(config.tasks) != {f"{evaluator}_{name}" for evaluator in evaluators}:
+            print(_hanging("    tasks    ", ", ".join(config.tasks) or "none", columns))
+        print(_hanging("    classes  ", ", ".join(config.classes), columns))
         count = len(list(prompts.glob(f"{name}/*.jinja")))
-        print(f"{name}  ({config.dataset_path})")
-        print(f"  tasks    {', '.join(config.tasks)}")
-        print(f"  classes  {', '.join(config.classes)}")
-        print(f"  prompts  {count}, default {config.prompt}")
+        print(f"    prompts  {count}, default {config.prompt}")
+    example = next((task for config in datasets.values() for task in config.tasks), None)
+    if example is not None:
+        print(f"\nA task is an evaluator and a dataset: `lm_eval --tasks {example}`.")
     return 0
+
+
+def _hanging(head: str, text: str, columns: int) -> str:
+    """Wrap a text to the width of the terminal, its lines below one another beside the head."""
+    return textwrap.fill(
+        text, width=columns, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+    )
 
 
 def new(args: argparse.Namespace) -> int:
@@ -106,7 +127,10 @@ def new(args: argparse.Namespace) -> int:
         evaluate += f" --include_path {shlex.quote(str(configs))}"
         variable = f"{prompts.PROMPTS_VARIABLE}={shlex.quote(str(templates))} "
         check, evaluate = variable + check, variable + evaluate
-    print(f"\nMake the wording of {plan.prompt} your own, then:\n  {check}\n  {evaluate}")
+    print(
+        f"\nMake the wording of {plan.prompt} and the `subset_words:` of {configs / args.name / '_dataset.yaml'} your own, "
+        f"then:\n  {check}\n  {evaluate}"
+    )
     return 0
 
 

@@ -5,8 +5,8 @@ base class LM, when our tasks are imported; a model that exists by then has it t
 its relatives) answer with the engine. Any other model answers label words by its own `loglikelihood`, one request a word,
 and has no states: `attach` also wraps `lm_eval.evaluator.evaluate`, which is where the model and the tasks are first known
 together, so that a task that needs states stops there, before any model work. The wrapper adds what the engine did, and what
-our tasks have to say together, to the results as `results["harness_ext"]`. Last, lm_eval gives a standard error to a fixed list of aggregations only; `attach` lets an
-aggregation bring its own.
+our tasks have to say together, to the results as `results["harness_ext"]`. Last, lm_eval gives a standard error to a fixed
+list of aggregations only; `attach` lets an aggregation bring its own.
 
 The other place that patches lm_eval is `harness_ext.plugin`.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -190,6 +191,14 @@ def _with_own_stderr(stderr_for_metric: Any) -> Any:
     @functools.wraps(stderr_for_metric)
     def stderr(metric: Any, bootstrap_iters: int) -> Any:
         own = getattr(metric, "stderr", None)
-        return own if own is not None and bootstrap_iters > 0 else stderr_for_metric(metric, bootstrap_iters)
+        if own is None or bootstrap_iters <= 0:
+            return stderr_for_metric(metric, bootstrap_iters)
+
+        def of_items(items: Any) -> float | str:
+            # lm_eval writes NaN bare, which is no JSON; "N/A" is what it says itself where there is no error.
+            value = float(own(items))
+            return "N/A" if math.isnan(value) else value
+
+        return of_items
 
     return stderr

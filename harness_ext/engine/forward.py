@@ -276,7 +276,7 @@ class LastStateModel:
             sequences += tree.sequences
             rows += [row] * len(tree.sequences)
             paths += packed.paths
-        dtype = self._autocast_dtype or next(self._model.parameters()).dtype
+        dtype = self._autocast_dtype or next(p.dtype for p in self._model.parameters() if p.is_floating_point())
         # Additive, since eager attention adds a boolean mask as 0 and 1 without an error.
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
         hidden, _ = self._forward(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from harness_ext import resources, scaffold
 from harness_ext.cli import main
@@ -45,13 +47,37 @@ def _new(into: Path, *arguments: str, dataset: str = "org/films", name: str = "f
     return main(["tasks", "new", name, "--dataset", dataset, "--into", str(into), *arguments])
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["tasks", "list"]) == 0
     out = capsys.readouterr().out
-    for name in scaffold.read_datasets(resources.task_configs_folder()):
-        assert f"natural_{name}, probe_{name}" in out
-    assert "sst  (SetFit/sst2)" in out
-    assert "default sst/this_movie_is" in out
+    configs = resources.task_configs_folder()
+    evaluators, datasets = scaffold.evaluator_descriptions(configs), scaffold.read_datasets(configs)
+    unwrapped = " ".join(out.split())
+    for name, description in evaluators.items():
+        assert f" {name} {description} " in unwrapped
+    for name, config in datasets.items():
+        assert f"\n  {name}  ({config.dataset_path})\n    classes  " in out
+    assert "default sst/this_movie_is\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_list_names_the_tasks_of_a_dataset_that_lacks_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _new(tmp_path, "--classes", "bad,good") == 0
+    assert _new(tmp_path, "--classes", "bad,good", name="other") == 0
+    for name in ("probe_cmean", "quad"):
+        (tmp_path / "task_configs" / "films" / f"{name}_films.yaml").unlink()
+    monkeypatch.setattr(resources, "task_configs_folder", lambda: tmp_path / "task_configs")
+    monkeypatch.setenv("COLUMNS", "100")
+    capsys.readouterr()
+    assert main(["tasks", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "    tasks    natural_films, probe_films, probe_full_films, probe_random_films, probe_subset_films,\n" in out
+    assert "             probe_words_films\n    classes  bad, good\n" in out
+    assert "quad_films" not in out
+    assert "natural_other" not in out
 
 
 def test_a_new_dataset_from_flags_alone(
@@ -60,15 +86,17 @@ def test_a_new_dataset_from_flags_alone(
     assert _new(tmp_path, "--text-column", "review", "--label-column", "stars", "--classes", "bad,so-so,good") == 0
     out = capsys.readouterr().out
     config = scaffold.read_dataset(tmp_path / "task_configs" / "films")
+    tasks = [f"{evaluator}_films" for evaluator in scaffold.evaluator_names(resources.task_configs_folder())]
     assert config == scaffold.DatasetConfig(
         name="films",
         dataset_path="org/films",
+        config_name=None,
         splits=("train", "test"),
         text_column="review",
         label_column="stars",
         classes=("bad", "so-so", "good"),
         prompt="films/category",
-        tasks=tuple(f"{evaluator}_films" for evaluator in scaffold.evaluator_names(resources.task_configs_folder())),
+        tasks=tuple(sorted(tasks)),
     )
     monkeypatch.setenv(PROMPTS_VARIABLE, str(tmp_path / "prompts"))
     prompt = load_prompt("films/category")
@@ -80,18 +108,36 @@ def test_a_new_dataset_from_flags_alone(
     variable = f"{PROMPTS_VARIABLE}={tmp_path}/prompts"
     folder = f"{tmp_path}/task_configs/films"
     assert check == f"  {variable} harness-ext prompts check films/category --model gpt2 --dataset {folder}"
-    assert f"lm_eval --tasks {','.join(config.tasks)} " in evaluate
+    assert f"lm_eval --tasks {','.join(tasks)} " in evaluate
     assert f"--include_path {tmp_path}/task_configs" in evaluate
     assert main(["prompts", "check", "films/category", "--dataset", folder]) == 0
 
 
-def test_lm_eval_finds_the_new_tasks(tmp_path: Path) -> None:
+def test_the_subset_words_are_those_of_the_classes(tmp_path: Path) -> None:
+    assert _new(tmp_path, "--classes", "World,very bad,Sci/Tech,so: #so", "--config", "v2") == 0
+    folder = tmp_path / "task_configs" / "films"
+    text = (folder / "_dataset.yaml").read_text(encoding="utf-8")
+    metadata = yaml.safe_load(text)["metadata"]
+    assert metadata["subset_words"] == ["World", "very bad", "Sci/Tech", "so: #so", "world"]
+    assert re.search(r"^  # For probe_subset: make it a dozen words .*\n  subset_words:", text, flags=re.MULTILINE)
+    assert scaffold.read_dataset(folder).config_name == "v2"
+
+
+def test_lm_eval_loads_the_new_tasks(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
     from lm_eval.tasks import TaskManager
 
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    _save(mirror, "org/films", train=_rows([0, 1, 1, 0]), test=_rows([1, 0]))
     assert _new(tmp_path, "--classes", "bad,good") == 0
-    index = TaskManager(include_path=str(tmp_path / "task_configs"), include_defaults=False).task_index
-    assert {"natural_films", "probe_films"} <= set(index)
-    assert {"natural_films"} <= index["natural"].tags
+    monkeypatch.setenv(PROMPTS_VARIABLE, str(tmp_path / "prompts"))
+    manager = TaskManager(include_path=str(tmp_path / "task_configs"), include_defaults=False)
+    names = [f"{evaluator}_films" for evaluator in scaffold.evaluator_names(resources.task_configs_folder())]
+    assert set(names) <= set(manager.task_index)
+    assert {"natural_films"} <= manager.task_index["natural"].tags
+    tasks = manager.load(names)["tasks"]
+    assert tasks["probe_subset_films"].words == tasks["probe_words_films"].words == ("bad", "good")
+    assert tasks["natural_films"].template.id == "films/category"
 
 
 def test_what_is_not_given_is_read_off_the_mirror(mirror: Path, tmp_path: Path) -> None:

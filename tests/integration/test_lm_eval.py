@@ -21,12 +21,14 @@ from worlds import DATASET, World, a_world, metric_list, reviews, task_config, w
 
 from harness_ext import __version__, plugin, resources, scaffold
 from harness_ext.engine.attach import REQUEST_TYPE
+from harness_ext.prompts import find_prompts, load_prompt
 from harness_ext.tasks.data import DATA_VARIABLE
 
 REAL_DATA = os.environ.get(DATA_VARIABLE)
 """Read before any world sets it."""
 
 SHIPPED = scaffold.read_datasets(resources.task_configs_folder())
+EVALUATORS = scaffold.evaluator_names(resources.task_configs_folder())
 TASKS = sorted(task for config in SHIPPED.values() for task in config.tasks)
 
 
@@ -71,17 +73,29 @@ class Output:
 
 def read_output(folder: Path) -> Output:
     (results,) = folder.rglob("results_*.json")
-    text = results.read_text()
-    assert "NaN" not in text
     samples = {
         path.name.removeprefix("samples_").rpartition("_")[0]: [
-            json.loads(line) for line in path.read_text().splitlines()
+            strict_json(line) for line in path.read_text().splitlines()
         ]
         for path in folder.rglob("samples_*.jsonl")
     }
     for of_task in samples.values():
         of_task.sort(key=lambda sample: sample["doc_id"])
-    return Output(json.loads(text), samples)
+    return Output(strict_json(results.read_text()), samples)
+
+
+def strict_json(text: str) -> Any:
+    """Read JSON that has none of Python's additions NaN, Infinity and -Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def report_of(output: Output, task: str) -> dict[str, Any]:
+    """What a task says about its run."""
+    return output.results["configs"][task]["metadata"]["report"]
 
 
 @pytest.fixture
@@ -112,13 +126,28 @@ def arguments(model: Path, tasks: str, output: Path, *more: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------- one whole run
 
 
-def test_the_command_of_the_readme(world: World, tmp_path: Path) -> None:
+PROBE_METRICS = {"acc", "balanced_acc", "macro_f1", "ece", "majority_rate"}
+NATURAL_METRICS = PROBE_METRICS | {"acc_pmi", "acc_batch", "acc_context", "brier"}
+
+
+def metrics_of(output: Output, task: str) -> dict[str, Any]:
+    """{metric: value} of a task, without standard errors."""
+    return {
+        name.removesuffix(",none"): value
+        for name, value in output.results["results"][task].items()
+        if name.endswith(",none") and not name.endswith("_stderr,none")
+    }
+
+
+def test_a_sweep_and_probes_from_the_command_line(world: World, tmp_path: Path) -> None:
     """In a process of its own, with lm_eval's tasks around ours and no --include_path."""
     code = "from harness_ext import plugin; plugin.install()\nfrom lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    tasks = "natural_sst,probe_cmean_sst,quad_sst,probe_agnews"
     done = subprocess.run(
         [
             *(sys.executable, "-c", code),
-            *map(str, arguments(world.folder / "models" / "gpt2", "natural_sst,probe_agnews", tmp_path)),
+            *map(str, arguments(world.folder / "models" / "gpt2", tasks, tmp_path)),
+            *("--metadata", json.dumps({"prompt": "sst/*"})),
         ],
         env={
             **os.environ,
@@ -130,17 +159,37 @@ def test_the_command_of_the_readme(world: World, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for row in ("natural_sst", "probe_agnews", "acc_pmi", "acc_batch", "macro_f1", "brier"):
+    for row in (*tasks.split(","), "acc_pmi", "acc_context", "macro_f1", "ece", "acc_worst", "acc@it_was"):
         assert row in done.stdout
     assert "distinct" in done.stderr
     assert "One pass" in done.stderr
     output = read_output(tmp_path)
-    assert set(output.results["results"]) == {"natural_sst", "probe_agnews"}
-    assert {name: len(rows) for name, rows in output.samples.items()} == {"natural_sst": 6, "probe_agnews": 6}
+    assert {name: len(rows) for name, rows in output.samples.items()} == dict.fromkeys(tasks.split(","), 6)
+
+    prompts = find_prompts("sst/*")
+    names = [prompt.rpartition("/")[2] for prompt in prompts]
+    of_prompts = {f"acc@{name}" for name in names}
+    swept = metrics_of(output, "natural_sst")
+    assert swept.keys() == NATURAL_METRICS | of_prompts | {"acc_worst", "acc_best", "acc_ensemble", "acc_mixture"}
+    accuracies = [swept[name] for name in of_prompts]
+    assert [swept["acc_worst"], swept["acc_best"]] == [min(accuracies), max(accuracies)]
+    assert swept["acc"] == pytest.approx(sum(accuracies) / len(names))
+    described = report_of(output, "natural_sst")["prompts"]
+    assert [entry["metrics"]["acc"] for entry in described] == [swept[f"acc@{name}"] for name in names]
+    for task, features in (("probe_cmean_sst", "conditional_mean"), ("quad_sst", "quad"), ("probe_agnews", "f")):
+        assert metrics_of(output, task).keys() == PROBE_METRICS
+        assert report_of(output, task)["features"] == features
+
     engine = output.results["harness_ext"]
     assert engine["version"] == __version__
-    assert engine["passes"][0]["forwarded"] == engine["passes"][0]["distinct_prompts"] == 6 + 1 + 6 + 18
-    assert len(engine["passes"][0]["model_fingerprint"]) == 32
+    (passed,) = engine["passes"]
+    texts = {load_prompt(prompt).render({"text": "fine ."}).text for prompt in prompts}
+    # Each text around the test documents, around nothing and around two documents that say nothing; then the bare
+    # documents of both splits, which are the same for all three probes here.
+    assert passed["distinct_prompts"] == (6 + 1 + 2) * len(texts) + 6 + 18
+    assert passed["forwarded"] == passed["distinct_prompts"] + passed["word_continuations"]
+    assert passed["tokens"] < passed["separate_tokens"]
+    assert len(passed["model_fingerprint"]) == 32
     assert list((tmp_path / "states").rglob("*.safetensors"))
 
 
@@ -152,31 +201,41 @@ def test_every_shipped_task_runs_and_a_second_run_forwards_nothing(
 ) -> None:
     monkeypatch.setenv("HARNESS_EXT_CACHE", str(tmp_path / "states"))
     outputs = []
-    for name in ("first", "second"):
-        command(*arguments(world.folder / "models" / "gpt2", "natural,probe,demo", tmp_path / name))
+    # The second run leaves out evaluators whose fits would only take their time again, but none that asks for words.
+    again = ("natural", "probe_words", "probe_subset", "quad", "demo")
+    for name, asked in (("first", (*EVALUATORS, "demo")), ("second", again)):
+        command(*arguments(world.folder / "models" / "gpt2", ",".join(asked), tmp_path / name))
         outputs.append(read_output(tmp_path / name))
     first, second = outputs
     assert sorted(first.results["results"]) == sorted(first.samples) == TASKS
     for task in TASKS:
-        config = SHIPPED[task.partition("_")[2]]
+        config = SHIPPED[task.rpartition("_")[2]]
         found = first.results["results"][task]
-        told = first.results["configs"][task]["metadata"]["report"]
+        told = report_of(first, task)
         assert 0 <= found["acc,none"] <= 1
         assert 0 <= found["macro_f1,none"] <= 1
         assert found["sample_len"] == told["documents"] == 6
         assert told["data"].endswith(config.dataset_path)
         assert [s["target"] for s in first.samples[task]] == [str(i % len(config.classes)) for i in range(6)]
         if task.startswith("natural"):
-            assert told["prompt"]["id"] == config.prompt
+            assert told["prompts"][0]["id"] == config.prompt
+            assert metrics_of(first, task).keys() == NATURAL_METRICS
         else:
             assert told["training_documents"] == [18]
-            assert told["probes"][0]["C"] in told["probes"][0]["c_grid"]
+            (probe,) = told["prompts"][0]["probes"]
+            assert probe["C"] in probe["c_grid"]
+            assert metrics_of(first, task).keys() == PROBE_METRICS
     (passed,) = first.results["harness_ext"]["passes"]
     assert passed["forwarded"] > 0
-    (again,) = second.results["harness_ext"]["passes"]
-    assert (again["forwarded"], again["tokens"], again["from_store"]) == (0, 0, passed["forwarded"])
-    assert second.results["results"] == first.results["results"]
-    for task in TASKS:
+    (passed_again,) = second.results["harness_ext"]["passes"]
+    assert (passed_again["forwarded"], passed_again["tokens"]) == (0, 0)
+    assert passed_again["from_store"] == passed["forwarded"]
+    assert len(second.results["results"]) == 4 * (len(SHIPPED) - 1) + len(EVALUATORS)
+    for task in second.results["results"]:
+        # States from the store are read out in other batches, and log-probabilities rounded to float32 otherwise.
+        for name, value in first.results["results"][task].items():
+            expected = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert second.results["results"][task][name] == expected
         assert [s["resps"] for s in second.samples[task]] == [s["resps"] for s in first.samples[task]]
 
 
@@ -197,7 +256,7 @@ def test_options_of_one_run_come_by_metadata(world: World, tmp_path: Path, comma
     )
     natural, probe = (read_output(tmp_path / name) for name in ("natural", "probe"))
     config = natural.results["configs"]["natural_sst"]
-    assert config["metadata"]["report"]["prompt"]["id"] == "sst/it_was"
+    assert [entry["id"] for entry in report_of(natural, "natural_sst")["prompts"]] == ["sst/it_was"]
     assert config["test_split"] == "train"
     assert natural.results["n-shot"]["natural_sst"] == 1
     assert len(natural.samples["natural_sst"]) == 4
@@ -293,8 +352,9 @@ def test_shipped_tasks_make_requests_of_the_real_data(
         task.build_all_requests(limit=5)
         assert {instance.request_type for instance in task.instances} == {REQUEST_TYPE}
     natural, probe = (tasks[f"{kind}_{dataset}"].instances for kind in ("natural", "probe"))
-    assert len(natural) == 2 * 5
+    # The prompt of each document, and those without one or with two that say nothing, which the first asks for.
+    assert [instance.idx for instance in natural] == [0, 1, 2, 3, 0, 0, 0, 0]
     assert sorted(i.doc_id >= 0 for i in probe) == [False] * 2 * len(SHIPPED[dataset].classes) + [True] * 5
-    for instance in natural[::2]:
+    for instance in (instance for instance in natural if instance.idx == 0):
         start, end = instance.args[1]["document"]
         assert instance.args[0][start:end].strip() == instance.doc[SHIPPED[dataset].text_column].strip()

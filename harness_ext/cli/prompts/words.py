@@ -149,7 +149,7 @@ def _draw(config: DatasetConfig, args: argparse.Namespace) -> _Documents:
     if args.split is None and not config.splits:
         raise ValueError(f"{config.name} names no training split. Give --split.")
     split = config.splits[0] if args.split is None else args.split
-    opened = open_dataset(config.dataset_path, None, pretrained=args.model)
+    opened = open_dataset(config.dataset_path, config.config_name, pretrained=args.model)
     dataset = opened[split]
     for column in (config.text_column, config.label_column):
         if column not in dataset.column_names:
