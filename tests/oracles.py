@@ -28,3 +28,11 @@ def continuation_log_prob(model: Any, context: list[int], continuation: list[int
     with torch.no_grad():
         logits = model(torch.tensor([context + continuation])).logits[0].double().log_softmax(-1)
     return sum(float(logits[len(context) + i - 1, token]) for i, token in enumerate(continuation))
+
+
+def next_token_probabilities(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """p_f(·|s) of one unpadded prompt in float64: an explicit softmax of the model's own logits, shape (V,)."""
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, -1].double()
+    weights = torch.exp(logits - logits.max())
+    return weights / weights.sum()

@@ -24,7 +24,16 @@ from tiny import tiny_model, tiny_tokenizer
 
 from harness_ext.engine.store import cache_root
 from harness_ext.prompts import PROMPTS_VARIABLE
-from harness_ext.tasks import NaturalTask, ProbeTask
+from harness_ext.tasks import (
+    ClassWordsProbe,
+    ConditionalMeanProbe,
+    NaturalTask,
+    ProbabilitiesProbe,
+    ProbeTask,
+    QuadProbe,
+    RandomProjectionProbe,
+    SubsetWordsProbe,
+)
 from harness_ext.tasks.data import DATA_VARIABLE
 
 DATASET = "tests/films"
@@ -41,6 +50,18 @@ PROMPTS = {
     ),
     "films/wordless": "{{ text }} In short",
 }
+
+
+FEATURE_PROBES: dict[str, type[ProbeTask]] = {
+    "probe": ProbeTask,
+    "probe_cmean": ConditionalMeanProbe,
+    "probe_words": ClassWordsProbe,
+    "probe_subset": SubsetWordsProbe,
+    "probe_full": ProbabilitiesProbe,
+    "probe_random": RandomProjectionProbe,
+    "quad": QuadProbe,
+}
+"""Task classes by the first part of the names of their tasks."""
 
 
 def reviews(count: int, *, seed: int = 0, noise: float = 0.0, classes: int = 2) -> list[dict[str, Any]]:
@@ -122,10 +143,10 @@ def a_world(folder: Path, *, train: int = 40, test: int = 16) -> Iterator[World]
 
 
 def task_config(kind: str, **changes: Any) -> dict[str, Any]:
-    """The config of `natural_films` or `probe_films`, as lm_eval's factory passes it; `metadata` is merged."""
+    """The config of `natural_films`, `probe_films`, …, as lm_eval's factory passes it; `metadata` is merged."""
     metadata = {"version": 1.0, "prompt": "films/plain", "config_source": f"{kind}_films.yaml"}
     metadata |= changes.pop("metadata", {})
-    if kind == "probe":
+    if kind != "natural":
         metadata["probe"] = {"c_grid": [0.01, 1.0], "num_folds": 3, **metadata.get("probe", {})}
     return {
         "task": f"{kind}_films",
@@ -149,12 +170,13 @@ NATURAL_METRICS = ("acc", "acc_pmi", "acc_batch", "macro_f1", "brier")
 
 def metric_list(*names: str) -> list[dict[str, Any]]:
     """Entries as the shipped YAMLs write them."""
-    aggregations = {"macro_f1": "macro_f1", "f1": "f1", "mcc": "matthews_corrcoef", "brier_score": "brier_score"}
+    aggregations = {name: name for name in ("macro_f1", "balanced_acc", "ece", "majority_rate", "f1", "brier_score")}
+    aggregations["mcc"] = "matthews_corrcoef"
     return [
         {
             "metric": name,
             "aggregation": aggregations.get(name, "mean"),
-            "higher_is_better": not name.startswith("brier"),
+            "higher_is_better": not name.startswith(("brier", "ece")),
         }
         for name in names
     ]
@@ -166,8 +188,13 @@ def natural(**changes: Any) -> NaturalTask:
 
 def probe(options: Mapping[str, Any] | None = None, **changes: Any) -> ProbeTask:
     """`options` are those of `metadata: {probe: …}`."""
+    return feature_probe("probe", options, **changes)
+
+
+def feature_probe(kind: str, options: Mapping[str, Any] | None = None, **changes: Any) -> ProbeTask:
+    """A task of `FEATURE_PROBES` by its kind; `options` are those of `metadata: {probe: …}`."""
     metadata = {**changes.pop("metadata", {}), **({} if options is None else {"probe": dict(options)})}
-    return ProbeTask(config=task_config("probe", metadata=metadata, **changes))
+    return FEATURE_PROBES[kind](config=task_config(kind, metadata=metadata, **changes))
 
 
 def stock_task(world: World, **changes: Any) -> ConfigurableTask:

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
+import numpy as np
 import torch.distributed
 from lm_eval.api import samplers
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.api.utils import ends_with_whitespace
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness_ext import prompts
@@ -79,8 +81,12 @@ class PromptTask(ConfigurableTask):
         self.templates = self._load_templates(str(name))
         self._active = 0
         self._contexts: list[str] = []
+        self._rendered: dict[int, tuple[Mapping[str, Any], prompts.Rendered]] = {}
         self._report: dict[str, Any] = {}
+        self._row_of: dict[tuple[tuple[str, ...], int], int] = {}
+        self._items: Mapping[str, Sequence[Any]] = {}
         self._world_size = 1
+        self._chat = False
         settings["metric_list"] = self._complete_metrics(str(name), settings.get("metric_list"))
         super().__init__(config=settings, **kwargs)
         # lm_eval checks the configured output type against its own four, and counts padding by this attribute.
@@ -251,7 +257,20 @@ class PromptTask(ConfigurableTask):
         """The prompt of a document, without few-shot examples (lm_eval's hook)."""
         if doc[self.text_column] is None:
             return ""  # refused, by its number, in `construct_requests`
-        return self.template.render(doc).text if self.template is not None else str(doc[self.text_column])
+        return self.rendered(doc).text
+
+    def rendered(self, doc: Mapping[str, Any]) -> prompts.Rendered:
+        """The active prompt of a document, and where the document stands in it.
+
+        Each prompt keeps its last, since lm_eval and we ask for it in turns.
+        """
+        kept = self._rendered.get(self._active)
+        if kept is None or kept[0] is not doc:
+            text = str(doc[self.text_column])
+            whole = prompts.Rendered(text, Span(0, len(text)))
+            kept = (doc, whole if self.template is None else self.template.render(doc))
+            self._rendered[self._active] = kept
+        return kept[1]
 
     def fewshot_context(self, doc: dict[str, Any], *args: Any, **kwargs: Any) -> str | list[str]:
         """The context of a document (lm_eval's hook), under each prompt of a sweep with the same few-shot examples.
@@ -288,16 +307,21 @@ class PromptTask(ConfigurableTask):
         making the requests takes less time than reading that cache.
         """
         self._world_size = int(kwargs.get("world_size", 1))
+        self._chat = bool(kwargs.get("apply_chat_template"))
         self._chosen = sorted(set(kwargs.get("samples") or ()))
         super().build_all_requests(**kwargs)
 
+    @property
+    def delimiter(self) -> str:
+        """What stands between prompt and word, by lm_eval's rule: nothing at the start of an assistant's turn."""
+        prefix = self.config.gen_prefix
+        if self._chat and (not prefix or ends_with_whitespace(prefix)):
+            return ""
+        return str(self.config.target_delimiter)
+
     def document_span(self, doc: Mapping[str, Any], context: str) -> Span | None:
         """Where the document stands in a context of the active prompt, between few-shot examples and a chat template."""
-        if self.template is not None:
-            text, span = self.template.render(doc)
-        else:
-            text = str(doc[self.text_column])
-            span = Span(0, len(text))
+        text, span = self.rendered(doc)
         if span is None:
             return None
         # Chat templates trim what they are given. The evaluated prompt is the last occurrence: examples come before it.
@@ -317,6 +341,7 @@ class PromptTask(ConfigurableTask):
     def apply_filters(self) -> None:
         """Run lm_eval's filters, then let the task look at all its answers together."""
         super().apply_filters()
+        self._report["prompts"] = self.describe_prompts()
         if "bypass" not in self._metric_fn_list:  # --predict_only
             by_document: dict[int, list[Instance]] = {}
             for instance in self._instances or []:
@@ -326,7 +351,7 @@ class PromptTask(ConfigurableTask):
         self.config.metadata = self._metadata
 
     def evaluate_answers(self, instances: Mapping[int, Sequence[Instance]]) -> None:
-        """Compute what needs all answers: instances by doc_id, in the order in which they were made."""
+        """Compute all metrics and call `keep_items`: instances by doc_id, in the order in which they were made."""
         raise NotImplementedError
 
     def gather(self, values: list[Any]) -> list[Any]:
@@ -364,35 +389,50 @@ class PromptTask(ConfigurableTask):
                 "; ".join(" = ".join(ids) for ids in found),
             )
 
-    def sweep_items(self, accuracies: Sequence[float], ensembles: Mapping[str, float]) -> dict[str, Any]:
-        """Items of the metrics of a sweep for one document.
+    def warn_of_low_accuracy(self) -> None:
+        """Say once under which prompts accuracy is no better than always saying the commonest class."""
+        low = [entry["name"] for entry in self._report["prompts"] if "acc" in entry["at_or_below_majority"]]
+        if low:
+            logger.warning(
+                "%s: acc is not above the share of the commonest class, %.4f (prompt: %s).",
+                self.task_name,
+                self._report["majority_rate"],
+                ", ".join(low),
+            )
+
+    def sweep_items(self, accuracies: np.ndarray, ensembles: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
+        """Items of the metrics of a sweep; none for one prompt.
 
         Args:
-            accuracies: Of the document under each prompt.
-            ensembles: Of the document by all prompts together, by name of the metric.
+            accuracies: Of each document under each prompt, shape (n, T).
+            ensembles: Of each document by all prompts together, shape (n,), by name of the metric.
         """
         if len(self.templates) == 1:
             return {}
-        values = tuple(map(float, accuracies))
-        named = {f"acc@{name}": value for name, value in zip(self.sweep_names, values, strict=True)}
-        return {"acc_worst": values, "acc_best": values} | dict(ensembles) | named
+        values = list(map(tuple, accuracies.tolist()))
+        named = {f"acc@{name}": column for name, column in zip(self.sweep_names, accuracies.T.tolist(), strict=True)}
+        return {"acc_worst": values, "acc_best": values} | {k: v.tolist() for k, v in ensembles.items()} | named
+
+    def keep_items(
+        self, keys: Sequence[tuple[str, ...]], labels: np.ndarray, items: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Keep what `process_results` will hand to lm_eval.
+
+        Args:
+            keys: For each document those of the answers under each prompt.
+            labels: Gold classes, shape (n,).
+            items: For each of `METRICS` that can be computed, one item a document.
+        """
+        self._row_of = {key: row for row, key in enumerate(zip(keys, labels.tolist(), strict=True))}
+        self._items = items
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[PromptStates]) -> dict[str, Any]:
         """Items of the configured metrics for one document (lm_eval's hook)."""
         if "bypass" in self._metric_fn_list:
             return {}
-        items = self.metric_items(self.label_of(doc), results)
-        chosen = {}
-        for name in self._metric_fn_list:
-            if name in self._of_evaluate:
-                chosen[name] = items["macro_f1"]
-            elif name in items:
-                chosen[name] = items[name]
-        return chosen
-
-    def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
-        """Items of `METRICS` for a document with answers `results`; one that cannot be computed is left out."""
-        raise NotImplementedError
+        row = self._row_of[tuple(answer.key for answer in results[: len(self.templates)]), self.label_of(doc)]
+        source = {name: "macro_f1" if name in self._of_evaluate else name for name in self._metric_fn_list}
+        return {name: self._items[column][row] for name, column in source.items() if column in self._items}
 
 
 class _Documents(Sequence[Mapping[str, Any]]):

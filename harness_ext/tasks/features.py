@@ -137,9 +137,9 @@ def word_log_probabilities(answers: Answers, options: QuadOptions) -> FeatureSet
         },
         "words_left_out": [word for word, flag in zip(answers.words, kept, strict=True) if not flag],
     }
-    return FeatureSet(
-        "words " + " ".join(report["words"]), lambda: train[:, kept], lambda: test[:, kept], report=report
-    )
+    # Named by their values, since the same words after another delimiter have others.
+    name = f"words {hash(train[:, kept].tobytes())}"
+    return FeatureSet(name, lambda: train[:, kept], lambda: test[:, kept], report=report)
 
 
 def probabilities(answers: Answers, options: QuadOptions) -> FeatureSet:
@@ -179,7 +179,7 @@ def quad(answers: Answers, options: QuadOptions) -> FeatureSet:
         "gram_rank": train.rank,
         "notes": list(train.notes),
     }
-    return FeatureSet("quad plug_in", lambda: train.values, lambda: test.values, report={"quad": report})
+    return FeatureSet(f"quad {options}", lambda: train.values, lambda: test.values, report={"quad": report})
 
 
 def _learned_quad(answers: Answers, options: QuadOptions) -> FeatureSet:
@@ -203,7 +203,7 @@ def _learned_quad(answers: Answers, options: QuadOptions) -> FeatureSet:
     train = features(answers.train_rows, answers.train_texts)
     test = features(answers.test_rows, answers.test_texts)
     report = asdict(head.report) | {"validation_loss": head.report.validation_loss}
-    return FeatureSet(f"quad {options.head}", lambda: train, lambda: test, report={"quad": report})
+    return FeatureSet(f"quad {options}", lambda: train, lambda: test, report={"quad": report})
 
 
 KINDS: dict[str, FeatureKind] = {

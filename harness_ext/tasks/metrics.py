@@ -175,12 +175,15 @@ def of_sweep(names: Sequence[str]) -> dict[str, Callable[..., float]]:
     )
 
 
-def ensemble_accuracies(class_scores: np.ndarray, gold: int) -> dict[str, float]:
-    """Accuracies of one document by all prompts of a sweep together, for its class log-scores (T, K) under each."""
+def ensemble_accuracies(class_scores: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Accuracies of documents by all prompts of a sweep together, each of shape (n,).
+
+    Args:
+        class_scores: Class log-scores under each prompt, shape (T, n, K).
+        labels: Gold classes, shape (n,).
+    """
     return {
-        name: float(
-            scores.tie_aware_accuracy(natural.ensemble_scores(class_scores[:, np.newaxis], how), [gold]).values[0]
-        )
+        name: scores.tie_aware_accuracy(natural.ensemble_scores(class_scores, how), labels).values
         for name, how in ENSEMBLES.items()
     }
 

@@ -6,16 +6,15 @@ et al. (ICML 2021).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.utils import ends_with_whitespace
 
 from harness_ext import prompts
-from harness_ext.contracts import PromptRequest, PromptStates, Span
+from harness_ext.contracts import PromptRequest, Span
 from harness_ext.evaluators import natural, scores
 from harness_ext.tasks.base import PromptTask, logger
 from harness_ext.tasks.metrics import INTERVAL_DRAWS, ensemble_accuracies
@@ -81,8 +80,6 @@ class NaturalTask(PromptTask):
         super().__init__(config, **kwargs)
         self._bare: dict[int, list[BarePrompts]] = {}
         self._asked: set[tuple[str, tuple[str, ...]]] = set()
-        self._index: dict[tuple[str, ...], int] = {}
-        self._calibrated: list[Calibrated] = []
         self.warn_of_duplicates()
 
     def _load_templates(self, task: str) -> tuple[prompts.Prompt, ...]:
@@ -116,7 +113,7 @@ class NaturalTask(PromptTask):
 
         Prompts without a document are the same for many documents: the first of them asks.
         """
-        chat = kwargs.pop("apply_chat_template", False)
+        kwargs.pop("apply_chat_template", None)
         kwargs.pop("chat_template", None)
         doc_id = kwargs["metadata"][1]
         self._check_document(doc, doc_id, self.eval_split)
@@ -124,7 +121,7 @@ class NaturalTask(PromptTask):
         self._bare[doc_id] = []
         for prompt, context in enumerate(self._contexts):
             self._active = prompt
-            continuations = self._continuations(bool(chat))
+            continuations = tuple(self.delimiter + word for words in self._words[prompt] for word in words)
             span = self.document_span(doc, context)
             main.append((context, PromptRequest(continuations, document=span)))
             of_prompt = BarePrompts(
@@ -132,23 +129,13 @@ class NaturalTask(PromptTask):
                 tuple(self._with_document(doc, context, span, text) for text in CONTENT_FREE),
             )
             self._bare[doc_id].append(of_prompt)
-            for text in (of_prompt.premise, *of_prompt.content_free):
+            documents = [None, *(span and Span(span.start, span.start + len(text)) for text in CONTENT_FREE)]
+            for text, document in zip((of_prompt.premise, *of_prompt.content_free), documents, strict=True):
                 if (text, continuations) not in self._asked:
                     self._asked.add((text, continuations))
-                    bare.append((text, PromptRequest(continuations)))
+                    bare.append((text, PromptRequest(continuations, document=document)))
         self._active = 0
         return [self.request(doc, text, idx, what, **kwargs) for idx, (text, what) in enumerate(main + bare)]
-
-    def _continuations(self, chat: bool) -> tuple[str, ...]:
-        delimiter = self._delimiter(chat)
-        return tuple(delimiter + word for words in self._words[self._active] for word in words)
-
-    def _delimiter(self, chat: bool) -> str:
-        """What stands between prompt and label word, by lm_eval's rule: nothing at the start of an assistant's turn."""
-        prefix = self.config.gen_prefix
-        if chat and (not prefix or ends_with_whitespace(prefix)):
-            return ""
-        return str(self.config.target_delimiter)
 
     def _with_document(self, doc: Mapping[str, Any], context: str, span: Span | None, document: str) -> str:
         """The context with another document, examples and chat template kept."""
@@ -168,8 +155,7 @@ class NaturalTask(PromptTask):
 
     def _replaced(self, doc: Mapping[str, Any], context: str, prompt: str) -> str:
         """The context with another rendering of the prompt."""
-        assert self.template is not None
-        text = self.template.render(doc).text
+        text = self.rendered(doc).text
         for candidate in (text, text.strip()):
             head, found, tail = context.rpartition(candidate)
             if found:
@@ -200,29 +186,28 @@ class NaturalTask(PromptTask):
                     self.label_of(of_document[0].doc),
                     any(answer.cut_tokens for answer in of_prompts),
                     [(answer.log_probs, *of_prompt) for answer, of_prompt in zip(of_prompts, reference, strict=True)],
+                    [asked.premise for asked in self._bare[doc_id]],
                 )
             )
         # Centred over all evaluated documents, whichever rank computed them.
         everywhere = self.gather(rows)
-        self._index = {keys: i for i, (keys, _, _, _) in enumerate(everywhere)}
-        labels = np.array([label for _, label, _, _ in everywhere])
-        self._calibrated = [
-            self._calibrate([of_prompts[prompt] for _, _, _, of_prompts in everywhere], self._class_of_word[prompt])
+        labels = np.array([label for _, label, *_ in everywhere])
+        by_prompt = [
+            self._calibrate([of_prompts[prompt] for *_, of_prompts, _ in everywhere], self._class_of_word[prompt])
             for prompt in range(num_prompts)
         ]
-        first = next(iter(self._bare.values()))
+        premises = zip(*(of_document for *_, of_document in everywhere), strict=True)
         self._report |= {
             "documents": len(everywhere),
-            "cut_documents": sum(was_cut for _, _, was_cut, _ in everywhere),
+            "cut_documents": sum(was_cut for _, _, was_cut, *_ in everywhere),
             "majority_rate": scores.majority_rate(labels, len(self.classes)),
             "prompts": [
-                described | self._describe_scores(calibrated, labels, self._premise_text(prompt, asked))
-                for prompt, (described, calibrated, asked) in enumerate(
-                    zip(self.describe_prompts(), self._calibrated, first, strict=True)
-                )
+                described | self._describe_scores(calibrated, labels, _the_only_one(of_prompt))
+                for described, calibrated, of_prompt in zip(self._report["prompts"], by_prompt, premises, strict=True)
             ],
         }
         self._warn()
+        self.keep_items([keys for keys, *_ in everywhere], labels, self._metric_items(by_prompt, labels))
 
     def _calibrate(self, log_probs: list[Any], class_of_word: np.ndarray) -> Calibrated:
         """Scores of one prompt from (prompt, premise, content-free ...) log-probabilities of the words, by document."""
@@ -247,11 +232,6 @@ class NaturalTask(PromptTask):
         else:
             reasons["acc_context"] = "after content-free documents a class has probability zero"
         return Calibrated(found, reasons)
-
-    def _premise_text(self, prompt: int, example: BarePrompts) -> str:
-        """The premise, or how many different ones there are (few-shot examples differ from document to document)."""
-        distinct = {of_document[prompt].premise for of_document in self._bare.values()}
-        return example.premise if len(distinct) == 1 else f"{len(distinct)} different ones"
 
     def _describe_scores(self, calibrated: Calibrated, labels: np.ndarray, premise: str) -> dict[str, Any]:
         """Metrics of one prompt with intervals, for the results JSON."""
@@ -293,18 +273,11 @@ class NaturalTask(PromptTask):
     def _warn(self) -> None:
         """Say once what makes accuracies worth little, naming the prompts."""
         described, documents = self._report["prompts"], self._report["documents"]
-        low = [entry["name"] for entry in described if "acc" in entry["at_or_below_majority"]]
-        if low:
-            logger.warning(
-                "%s: acc is not above the share of the commonest class, %.4f, under %s.",
-                self.task_name,
-                self._report["majority_rate"],
-                ", ".join(low),
-            )
+        self.warn_of_low_accuracy()
         tied = [entry for entry in described if entry["tied_documents"] >= MANY_TIES * documents]
         if tied:
             logger.warning(
-                "%s: degenerate, %s documents tied between classes; they count 1/t for t tied classes. Are the label words "
+                "%s: degenerate, documents tied between classes: %s. They count 1/t for t tied classes. Are the label words "
                 "right for this model? `harness-ext prompts check %s --model …` shows their tokens.",
                 self.task_name,
                 ", ".join(f"{entry['tied_documents']}/{documents} under {entry['name']}" for entry in tied),
@@ -314,29 +287,40 @@ class NaturalTask(PromptTask):
             for name, reason in entry["not_computed"].items():
                 logger.warning("%s, %s: %s not computed: %s.", self.task_name, entry["name"], name, reason)
 
-    def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
-        """See the class."""
-        index = self._index[tuple(answer.key for answer in results[: len(self.templates)])]
-        of_accuracy = {
-            name: scores.tie_aware_accuracy(
-                np.stack([calibrated.scores[name][index] for calibrated in self._calibrated]),
-                [gold] * len(self.templates),
-            ).values
+    def _metric_items(self, by_prompt: Sequence[Calibrated], labels: np.ndarray) -> dict[str, Sequence[Any]]:
+        """One item a document for each metric; see the class."""
+        credit = {
+            name: np.stack(
+                [scores.tie_aware_accuracy(of_prompt.scores[name], labels).values for of_prompt in by_prompt],
+                axis=1,
+            )
             for name in CALIBRATIONS
-            if all(name in calibrated.scores for calibrated in self._calibrated)
+            if all(name in of_prompt.scores for of_prompt in by_prompt)
         }
-        raw = np.stack([calibrated.scores["acc"][index] for calibrated in self._calibrated])
-        probabilities = natural.class_probabilities(raw)
-        together = natural.ensemble_scores(raw[:, np.newaxis], "log")[0]
+        raw = np.stack([of_prompt.scores["acc"] for of_prompt in by_prompt])  # (prompts, documents, classes)
+        probabilities = np.stack([natural.class_probabilities(of_prompt) for of_prompt in raw])
+        brier = np.mean([scores.brier(of_prompt, labels) for of_prompt in probabilities], axis=0)
+        together = natural.ensemble_scores(raw, "log")
+        gold = labels.tolist()
+
+        def with_gold(items: Iterable[Any]) -> list[Any]:
+            return list(zip(gold, items, strict=True))
+
         return {
-            **{name: float(values.mean()) for name, values in of_accuracy.items()},
-            "balanced_acc": (gold, tuple(of_accuracy["acc"].tolist())),
-            "macro_f1": (gold, tuple(raw.argmax(axis=1).tolist())),
-            "brier": float(scores.brier(probabilities, [gold] * len(raw)).mean()),
-            "ece": (gold, tuple(map(tuple, probabilities.tolist()))),
+            **{name: values.mean(axis=1).tolist() for name, values in credit.items()},
+            "balanced_acc": with_gold(map(tuple, credit["acc"].tolist())),
+            "macro_f1": with_gold(map(tuple, raw.argmax(axis=2).T.tolist())),
+            "brier": brier.tolist(),
+            "ece": with_gold(tuple(map(tuple, of_document)) for of_document in probabilities.swapaxes(0, 1).tolist()),
             "majority_rate": gold,
-            "brier_score": (gold, natural.class_probabilities(together[np.newaxis])[0].tolist()),
-            "f1": (gold, int(together.argmax())),
-            "mcc": (gold, int(together.argmax())),
-            **self.sweep_items(of_accuracy["acc"].tolist(), ensemble_accuracies(raw, gold)),
+            "brier_score": with_gold(natural.class_probabilities(together).tolist()),
+            "f1": with_gold(together.argmax(axis=1).tolist()),
+            "mcc": with_gold(together.argmax(axis=1).tolist()),
+            **self.sweep_items(credit["acc"], ensemble_accuracies(raw, labels)),
         }
+
+
+def _the_only_one(premises: Sequence[str]) -> str:
+    """The premise, or how many different ones there are (few-shot examples differ from document to document)."""
+    distinct = set(premises)
+    return premises[0] if len(distinct) == 1 else f"{len(distinct)} different ones"

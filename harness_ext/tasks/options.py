@@ -54,6 +54,10 @@ def read_options(cls: type[Options], key: str, value: Any, task: str) -> Options
     return result
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class ProbeOptions:
     """Options of a probe.
@@ -86,12 +90,9 @@ class ProbeOptions:
     def problem(self) -> str | None:
         """What is wrong with them, or None."""
 
-        def is_count(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
         layers = self.layer if isinstance(self.layer, tuple) else (self.layer,)
         for layer in layers:
-            if layer not in (LAST_LAYER, ALL_LAYERS) and (isinstance(layer, bool) or not isinstance(layer, int)):
+            if layer not in (LAST_LAYER, ALL_LAYERS) and not _is_integer(layer):
                 return f'layer is {layer!r}, expected "{LAST_LAYER}", "{ALL_LAYERS}", an integer, or a list of integers'
         if not layers or len(set(layers)) < len(layers) or (ALL_LAYERS in layers and len(layers) > 1):
             return f"layer is {list(layers)!r}, expected distinct layers, at least one"
@@ -101,11 +102,11 @@ class ProbeOptions:
             return "n_per_class and n_train exclude each other, give one"
         for name in ("n_per_class", "n_train"):
             value = getattr(self, name)
-            if value is not None and not is_count(value):
+            if value is not None and not (_is_integer(value) and value >= 1):
                 return f"{name} is {value!r}, expected a positive integer"
-        if not is_count(self.num_folds) or self.num_folds < 2:
+        if not _is_integer(self.num_folds) or self.num_folds < 2:
             return f"num_folds is {self.num_folds!r}, expected an integer of at least 2"
-        if not self.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in self.seeds):
+        if not self.seeds or not all(_is_integer(seed) and seed >= 0 for seed in self.seeds):
             return f"seeds is {list(self.seeds)!r}, expected a list of non-negative integers"
         if len(set(self.seeds)) < len(self.seeds):
             return f"seeds is {list(self.seeds)!r}: a seed that occurs twice gives the same sample twice"
@@ -145,8 +146,8 @@ class QuadOptions:
             return f"ridge is {self.ridge!r}, expected a number of at least 0"
         if self.ridge is not None and self.head != "plug_in":
             return f"ridge belongs to the plug-in, and head is {self.head!r}, which chooses its own on held-out text"
-        if not isinstance(self.seed, int) or self.seed < 0:
+        if not _is_integer(self.seed) or self.seed < 0:
             return f"seed is {self.seed!r}, expected a non-negative integer"
-        if not isinstance(self.epochs, int) or isinstance(self.epochs, bool) or self.epochs < 1:
+        if not _is_integer(self.epochs) or self.epochs < 1:
             return f"epochs is {self.epochs!r}, expected a positive integer"
         return None

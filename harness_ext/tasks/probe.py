@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,9 +16,9 @@ import numpy as np
 from lm_eval.api.instance import Instance
 
 from harness_ext import prompts
-from harness_ext.contracts import ALL_LAYERS, LAST_LAYER, Feature, PromptRequest, PromptStates
+from harness_ext.contracts import ALL_LAYERS, LAST_LAYER, Feature, PromptRequest
 from harness_ext.evaluators import scores
-from harness_ext.tasks import features, metrics
+from harness_ext.tasks import features, metrics, table
 from harness_ext.tasks.base import PromptTask, logger
 from harness_ext.tasks.features import Answers, FeatureSet
 from harness_ext.tasks.options import ProbeOptions, QuadOptions, read_options
@@ -67,7 +67,6 @@ class ProbeTask(PromptTask):
                 f"{name}: its features come from f(s), so `layer` and `pooling` are not for it; found layer "
                 f"{self.options.layer!r}, pooling {self.options.pooling!r}. Give them to probe_{name.rpartition('_')[2]}."
             )
-        self._predictions: dict[tuple[str, ...], np.ndarray] = {}
         # Few-shot examples would stand before evaluated documents only.
         super().__init__({**config, "num_fewshot": 0}, **kwargs)
         self.words = self._load_words()
@@ -152,7 +151,7 @@ class ProbeTask(PromptTask):
         # f(s) beside every other kind: the probe on it is what the others are compared with.
         if not self.kind.layers:
             wanted[features.F_OF_S] = None
-        continuations = tuple(f"{self.config.target_delimiter}{word}" for word in self.words)
+        continuations = tuple(self.delimiter + word for word in self.words)
         requests = []
         for prompt, context in enumerate(self._contexts):
             self._active = prompt
@@ -249,8 +248,7 @@ class ProbeTask(PromptTask):
         position = {doc_id: place for place, doc_id in enumerate(trained)}
         samples = [np.array([position[-1 - int(doc)] for doc in sample]) for sample in self._samples]
         by_prompt = []
-        self._report["prompts"] = described = self.describe_prompts()
-        for prompt, entry in enumerate(described):
+        for prompt, entry in enumerate(self._report["prompts"]):
             answers = Answers(
                 train=[instances[doc_id][prompt].resps[0] for doc_id in trained],
                 test=[instances[doc_id][prompt].resps[0] for doc_id in tested],
@@ -264,15 +262,14 @@ class ProbeTask(PromptTask):
             log_probs = [sets[best].log_probabilities(fits[best][seed]) for seed, best in enumerate(chosen)]
             by_prompt.append(np.stack(log_probs, axis=1))
             entry |= self._describe_prompt(sets, fits, chosen, test_labels)
+            is_low = scores.at_or_below_majority(entry["acc"], gold, len(self.classes))
+            entry["at_or_below_majority"] = ["acc"] if is_low else []
             if not self.kind.layers:
                 entry |= self._compare_with_f(answers, entry["acc"], train_labels, test_labels, samples)
                 entry |= self._diagnose(answers, sets[0], train_labels, test_labels)
-        # (documents, prompts, seeds, classes)
-        log_probabilities = np.stack(by_prompt, axis=1)
-        self._predictions = {
-            tuple(instance.resps[0].key for instance in instances[doc_id]): values
-            for doc_id, values in zip(tested, log_probabilities, strict=True)
-        }
+        self.warn_of_low_accuracy()
+        keys = [tuple(instance.resps[0].key for instance in instances[doc_id]) for doc_id in tested]
+        self.keep_items(keys, test_labels, self._metric_items(np.stack(by_prompt, axis=1), test_labels))
 
     def _feature_sets(self, answers: Answers) -> list[_Probed]:
         """What the probe sees: one set, or one for each layer of a sweep."""
@@ -326,10 +323,8 @@ class ProbeTask(PromptTask):
     def _describe_prompt(
         self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], chosen: Sequence[int], labels: np.ndarray
     ) -> dict[str, Any]:
-        """Accuracies and fits of one prompt, for the results JSON; accuracies of this rank's documents."""
-        accuracies = np.array(
-            [[probed.accuracy(fit, labels) for fit in of_set] for probed, of_set in zip(sets, fits, strict=True)]
-        )
+        """Accuracies and fits of one prompt, for the results JSON."""
+        accuracies = self._accuracies(sets, fits, labels)
         probes = []
         for place, (best, seed) in enumerate(zip(chosen, self.options.seeds, strict=True)):
             fit = fits[best][place]
@@ -348,6 +343,14 @@ class ProbeTask(PromptTask):
             ]
         return result | dict(sets[0].features.report)
 
+    def _accuracies(
+        self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], labels: np.ndarray
+    ) -> np.ndarray:
+        """Accuracy of each set under each seed on the documents of all ranks."""
+        hits = [[probed.hits(fit, labels) for fit in of_set] for probed, of_set in zip(sets, fits, strict=True)]
+        of_documents = self.gather(list(np.moveaxis(np.array(hits), 2, 0)))
+        return np.asarray(np.mean(of_documents, axis=0))
+
     def _compare_with_f(
         self,
         answers: Answers,
@@ -360,9 +363,9 @@ class ProbeTask(PromptTask):
         from harness_ext.evaluators.theory import share_of_gain
 
         probed = _Probed(features.states(answers, features.F_OF_S))
-        fits = self._fit([probed], answers, train_labels, samples)[0]
-        reference = float(np.mean([probed.accuracy(fit, test_labels) for fit in fits]))
-        share = share_of_gain(accuracy, reference, scores.majority_rate(test_labels, len(self.classes)))
+        fits = self._fit([probed], answers, train_labels, samples)
+        reference = float(self._accuracies([probed], fits, test_labels).mean())
+        share = share_of_gain(accuracy, reference, self._report["majority_rate"])
         return {"f_accuracy": reference, "share_of_f_gain": share.value, "share_of_f_gain_reason": share.reason}
 
     def _diagnose(
@@ -399,25 +402,34 @@ class ProbeTask(PromptTask):
                 "more documents (n_train, n_per_class), or correct `doc_to_choice`."
             )
 
-    def metric_items(self, gold: int, results: Sequence[PromptStates]) -> dict[str, Any]:
-        """See the class."""
-        log_probs = self._predictions[tuple(answer.key for answer in results)]  # (prompts, seeds, classes)
-        predicted = log_probs.argmax(axis=2)
-        correct = (predicted == gold).mean(axis=1)
-        ensembles = [metrics.ensemble_accuracies(log_probs[:, seed], gold) for seed in range(log_probs.shape[1])]
-        runs = log_probs.reshape(-1, log_probs.shape[2])
+    @staticmethod
+    def summarise_run(tasks: Sequence[Any]) -> dict[str, Any]:
+        """What the probes of a run say together, for the results JSON; see `engine.attach`."""
+        reports = [(str(task.config.dataset_path), task._report) for task in tasks if isinstance(task, ProbeTask)]
+        rows = table.feature_rows(reports)
+        return {"features": rows} if rows else {}
+
+    def _metric_items(self, log_probabilities: np.ndarray, labels: np.ndarray) -> dict[str, Sequence[Any]]:
+        """One item a document for each metric, for log-probabilities (documents, prompts, seeds, classes); see the class."""
+        predicted = log_probabilities.argmax(axis=3)
+        credit = (predicted == labels[:, np.newaxis, np.newaxis]).mean(axis=2)
+        by_seed = [metrics.ensemble_accuracies(of_seed, labels) for of_seed in log_probabilities.transpose(2, 1, 0, 3)]
+        ensembles = {name: np.mean([of_seed[name] for of_seed in by_seed], axis=0) for name in metrics.ENSEMBLES}
+        runs = np.exp(log_probabilities).reshape(len(labels), -1, log_probabilities.shape[3])
+        gold = labels.tolist()
+
+        def with_gold(items: Iterable[Any]) -> list[Any]:
+            return list(zip(gold, items, strict=True))
+
         return {
-            "acc": float(correct.mean()),
-            "balanced_acc": (gold, tuple(correct.tolist())),
-            "macro_f1": (gold, tuple(predicted.ravel().tolist())),
-            "ece": (gold, tuple(map(tuple, np.exp(runs).tolist()))),
+            "acc": credit.mean(axis=1).tolist(),
+            "balanced_acc": with_gold(map(tuple, credit.tolist())),
+            "macro_f1": with_gold(map(tuple, predicted.reshape(len(labels), -1).tolist())),
+            "ece": with_gold(tuple(map(tuple, of_document)) for of_document in runs.tolist()),
             "majority_rate": gold,
-            "f1": (gold, int(predicted[0, 0])),
-            "mcc": (gold, int(predicted[0, 0])),
-            **self.sweep_items(
-                correct.tolist(),
-                {name: float(np.mean([of_seed[name] for of_seed in ensembles])) for name in metrics.ENSEMBLES},
-            ),
+            "f1": with_gold(predicted[:, 0, 0].tolist()),
+            "mcc": with_gold(predicted[:, 0, 0].tolist()),
+            **self.sweep_items(credit, ensembles),
         }
 
 
@@ -471,9 +483,9 @@ class _Probed:
         """Of the classes, float64 of shape (n, K)."""
         return fit.log_probabilities(self.features.make_test())
 
-    def accuracy(self, fit: ProbeFit, labels: np.ndarray) -> float:
-        """Share of the evaluated documents whose class is predicted."""
-        return float((fit.predict(self.features.make_test()) == labels).mean())
+    def hits(self, fit: ProbeFit, labels: np.ndarray) -> np.ndarray:
+        """Whether the class of each evaluated document is predicted, bool of shape (n,)."""
+        return np.asarray(fit.predict(self.features.make_test()) == labels)
 
 
 def _best_layer(fits: Sequence[Sequence[ProbeFit]], seed: int) -> int:

@@ -22,11 +22,13 @@ def feature_rows(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[
         `share_of_f_gain` by kind of features other than f: the share of the f-probe's gain over the majority rate that these
         features recover, None where f gains nothing. Rows of one run on one model and the same documents.
     """
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str | None], dict[str, Any]] = {}
     for dataset, report in reports:
         for entry in report.get("prompts", ()):
+            if "acc" not in entry:  # --predict_only
+                continue
             row = rows.setdefault(
-                (dataset, entry["name"]),
+                (dataset, entry.get("id")),
                 {
                     "dataset": dataset,
                     "prompt": entry.get("id"),

@@ -271,8 +271,9 @@ SLOW_RUN = """
 import sys, time
 from pathlib import Path
 import torch
-from harness_ext.engine import store as store_module
+from harness_ext.engine import plan, store as store_module
 store_module.FLUSH_SECONDS = 0.0
+plan.MIN_SHARED = 2.0  # no prompt shares a row with another
 import test_store
 from tiny import tiny_model
 model = tiny_model("gpt2")

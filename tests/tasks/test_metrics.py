@@ -217,5 +217,5 @@ def test_a_metric_script_over_several_seeds_is_the_mean_over_them(lm: Any, world
     name = world.add_dataset("tests/metric_noise", {"train": rows[:40], "test": rows[40:]})
     results = evaluate(lm, probe({"n_per_class": 6, "seeds": [0, 1, 2]}, dataset_path=name, metric_list=entries))
     found = results["results"]["probe_films"]
-    assert len({run["acc"] for run in report(results, "probe_films")["probes"]}) > 1
+    assert len({run["acc"] for run in report(results, "probe_films")["prompts"][0]["probes"]}) > 1
     assert found[f"{path},none"] == pytest.approx(found["macro_f1,none"])

@@ -29,6 +29,7 @@ from worlds import (
     stock_task,
 )
 
+from harness_ext.engine import plan
 from harness_ext.engine.attach import REQUEST_TYPE
 from harness_ext.prompts import load_prompt
 
@@ -53,8 +54,23 @@ def several(lm: Any) -> dict[str, Any]:
 
 
 def word_log_probs(sample: dict[str, Any], position: int = 0) -> tuple[float, ...]:
-    """Of the prompt (position 0) or of its premise (1), as logged."""
+    """Of the prompt (position 0), or of the bare prompts that this document was the first to need, as logged."""
     return sample["resps"][position][0].log_probs
+
+
+def of_text(results: dict[str, Any], text: str) -> tuple[float, ...]:
+    """Log-probabilities of the words after a text, whichever document asked for it."""
+    for sample in samples(results, "natural_films"):
+        for (context, _), (answer,) in zip(sample["arguments"], sample["resps"], strict=True):
+            if context == text:
+                return answer.log_probs
+    raise AssertionError(f"nobody asked for {text!r}")
+
+
+def told_of_prompt(results: dict[str, Any], task: str = "natural_films") -> dict[str, Any]:
+    """The report's entry of the only prompt."""
+    (entry,) = report(results, task)["prompts"]
+    return entry
 
 
 def class_scores(log_probs: Sequence[float], words: Sequence[Sequence[str]]) -> np.ndarray:
@@ -68,6 +84,7 @@ def words_of(prompt_id: str) -> list[tuple[str, ...]]:
 
 
 def logged_scores(results: dict[str, Any], prompt_id: str, position: int = 0) -> np.ndarray:
+    """Class scores (n, K) of the prompt at a position of the sweep."""
     words = words_of(prompt_id)
     return np.stack([class_scores(word_log_probs(s, position), words) for s in samples(results, "natural_films")])
 
@@ -76,8 +93,9 @@ def golds(results: dict[str, Any]) -> np.ndarray:
     return np.array([sample["doc"]["label"] for sample in samples(results, "natural_films")])
 
 
-def log_probs_of(results: dict[str, Any]) -> list[list[tuple[float, ...]]]:
-    return [[word_log_probs(s, 0), word_log_probs(s, 1)] for s in samples(results, "natural_films")]
+def log_probs_of(results: dict[str, Any]) -> list[tuple[float, ...]]:
+    """Of everything that was asked, in order."""
+    return [answer.log_probs for s in samples(results, "natural_films") for (answer,) in s["resps"]]
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -88,17 +106,20 @@ def test_words_have_the_probabilities_of_plain_forwards(lm: Any, several: dict[s
     lengths = {len(tokenizer(f" {word}")["input_ids"]) for of_class in words for word in of_class}
     assert 1 in lengths
     assert max(lengths) > 2
-    for sample, doc in zip(samples(several, "natural_films"), world.splits["test"][:8], strict=False):
-        texts = (f"Review: {doc['text']} It was", "Review: It was")
-        for position, text in enumerate(texts):
-            context = tokenizer(text)["input_ids"]
-            expected = [
-                continuation_log_prob(lm.model, context, tokenizer(f"{text} {word}")["input_ids"][len(context) :])
-                for of_class in words
-                for word in of_class
-            ]
-            assert sample["arguments"][position][0] == text
-            assert word_log_probs(sample, position) == pytest.approx(expected, abs=1e-4)
+    documents = world.splits["test"]
+    for sample, doc in zip(samples(several, "natural_films"), documents, strict=True):
+        assert sample["arguments"][0][0] == f"Review: {doc['text']} It was"
+        # What the prompts of all documents have in common is asked once, by the first.
+        assert len(sample["arguments"]) == (4 if doc is documents[0] else 1)
+    bare = ("Review: It was", "Review: N/A It was", "Review: [MASK] It was")
+    for text in (*(f"Review: {doc['text']} It was" for doc in documents[:8]), *bare):
+        context = tokenizer(text)["input_ids"]
+        expected = [
+            continuation_log_prob(lm.model, context, tokenizer(f"{text} {word}")["input_ids"][len(context) :])
+            for of_class in words
+            for word in of_class
+        ]
+        assert of_text(several, text) == pytest.approx(expected, abs=1e-4)
 
 
 def test_metrics_are_those_of_the_summed_word_probabilities(several: dict[str, Any]) -> None:
@@ -115,11 +136,12 @@ def test_metrics_are_those_of_the_summed_word_probabilities(several: dict[str, A
 
 
 def test_acc_pmi_subtracts_the_premise(several: dict[str, Any]) -> None:
-    scores, premises = (logged_scores(several, "films/several", position) for position in (0, 1))
-    hits = (scores - premises).argmax(axis=1) == golds(several)
+    scores = logged_scores(several, "films/several")
+    premise = class_scores(of_text(several, "Review: It was"), words_of("films/several"))
+    hits = (scores - premise).argmax(axis=1) == golds(several)
     assert [s["acc_pmi"] for s in samples(several, "natural_films")] == hits.astype(float).tolist()
     assert several["results"]["natural_films"]["acc_pmi,none"] == pytest.approx(hits.mean())
-    assert report(several, "natural_films")["premise"] == "Review: It was"
+    assert told_of_prompt(several)["premise"] == "Review: It was"
 
 
 def test_acc_batch_subtracts_the_mean_over_the_evaluated_documents(lm: Any, several: dict[str, Any]) -> None:
@@ -127,7 +149,7 @@ def test_acc_batch_subtracts_the_mean_over_the_evaluated_documents(lm: Any, seve
         scores = logged_scores(results, "films/several")
         hits = (scores - scores.mean(axis=0)).argmax(axis=1) == golds(results)
         assert [s["acc_batch"] for s in samples(results, "natural_films")] == hits.astype(float).tolist()
-        means = report(results, "natural_films")["mean_class_log_score"]
+        means = told_of_prompt(results)["mean_class_log_score"]
         assert list(means.values()) == pytest.approx(scores.mean(axis=0), abs=1e-5)
 
 
@@ -205,15 +227,18 @@ def test_ties_share_the_point_and_are_reported(
     found = results["results"]["natural_films"]
     for metric in ("acc", "acc_pmi", "acc_batch", "brier"):
         assert found[f"{metric},none"] == pytest.approx(0.5)
-    assert report(results, "natural_films")["tied_documents"] == len(rows)
-    assert f"natural_films: degenerate, {len(rows)}/{len(rows)} documents tied" in caplog.text
+    assert told_of_prompt(results)["tied_documents"] == len(rows)
+    assert (
+        f"natural_films: degenerate, documents tied between classes: {len(rows)}/{len(rows)} under plain."
+        in caplog.text
+    )
     assert "harness-ext prompts check films/plain" in caplog.text
 
 
 def test_no_ties_no_warning(caplog: pytest.LogCaptureFixture, lm: Any) -> None:
     with caplog.at_level(logging.WARNING):
         results = evaluate(lm, natural())
-    assert report(results, "natural_films")["tied_documents"] == 0
+    assert told_of_prompt(results)["tied_documents"] == 0
     assert "degenerate" not in caplog.text
 
 
@@ -238,7 +263,7 @@ def test_a_tie_of_two_out_of_three_classes_counts_a_half(world: World) -> None:
         natural(dataset_path=name, doc_to_choice=["a", "b", "c"], metadata={"prompt": "films/three_words"}),
     )
     assert [s["acc"] for s in samples(results, "natural_films")] == [0.5, 0.5, 0.0] * 2
-    assert report(results, "natural_films")["tied_documents"] == len(rows)
+    assert told_of_prompt(results)["tied_documents"] == len(rows)
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -247,7 +272,7 @@ def test_a_tie_of_two_out_of_three_classes_counts_a_half(world: World) -> None:
 def test_the_prompt_of_the_metadata_is_used(lm: Any) -> None:
     for option in ("films/several", {"natural_films": "films/several", "other": "films/plain"}):
         results = evaluate(lm, natural(metadata={"prompt": option}), limit=2)
-        told = report(results, "natural_films")["prompt"]
+        told = told_of_prompt(results)
         assert told["id"] == "films/several"
         assert told["label_words"] == {"negative": ["bad", "terrible"], "positive": ["good", "fine"]}
         assert told["digest"] == load_prompt("films/several").digest
@@ -258,8 +283,8 @@ def test_a_prompt_may_be_a_path(lm: Any, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text('{%- set label_words = {"negative": "bad", "positive": "good"} -%}{{ text }} so')
     results = evaluate(lm, natural(metadata={"prompt": str(path)}), limit=2)
-    assert report(results, "natural_films")["prompt"]["id"] == path.as_posix()
-    assert report(results, "natural_films")["premise"] == "so"
+    assert told_of_prompt(results)["id"] == path.as_posix()
+    assert told_of_prompt(results)["premise"] == "so"
 
 
 def test_the_eval_split_of_the_metadata_is_evaluated(lm: Any, world: World) -> None:
@@ -308,12 +333,13 @@ def test_few_shot_prompts_are_those_of_lm_eval(lm: Any, world: World, changes: d
 def test_the_premise_of_a_few_shot_prompt_keeps_its_examples(lm: Any, world: World) -> None:
     results = evaluate(lm, natural(), num_fewshot=2, limit=4)
     for sample, doc in zip(samples(results, "natural_films"), world.splits["test"], strict=False):
-        context, premise = (arguments[0] for arguments in sample["arguments"])
+        context, premise, *content_free = (arguments[0] for arguments in sample["arguments"])
         examples, found, rest = context.rpartition(f"{doc['text']} This movie is")
         assert (bool(found), rest) == (True, "")
         assert examples.count("\n\n") == 2
         assert premise == f"{examples}This movie is"
-    assert report(results, "natural_films")["premise"] == "4 different ones"
+        assert content_free == [f"{examples}N/A This movie is", f"{examples}[MASK] This movie is"]
+    assert told_of_prompt(results)["premise"] == "4 different ones"
 
 
 def test_the_premise_keeps_its_examples_where_the_document_is_shown_twice(lm: Any, world: World) -> None:
@@ -321,7 +347,7 @@ def test_the_premise_keeps_its_examples_where_the_document_is_shown_twice(lm: An
     world.add_prompt("films/twice", f"{words}{{{{ text }}}} Again: {{{{ text }}}} This movie is")
     results = evaluate(lm, natural(metadata={"prompt": "films/twice"}), num_fewshot=1, limit=3)
     for sample in samples(results, "natural_films"):
-        (context, _), (premise, _) = sample["arguments"]
+        (context, _), (premise, _), *_ = sample["arguments"]
         assert premise.split("\n\n")[:-1] == context.split("\n\n")[:-1]
         assert premise.endswith("\n\nAgain:  This movie is")
 
@@ -331,11 +357,9 @@ def test_the_premise_loses_the_last_of_equal_texts(lm: Any, world: World) -> Non
     name = world.add_dataset("tests/same", {"train": rows, "test": rows})
     results = evaluate(lm, natural(dataset_path=name), num_fewshot=1)
     example = "the same film This movie is great\n\n"
-    for sample in samples(results, "natural_films"):
-        assert [arguments[0] for arguments in sample["arguments"]] == [
-            f"{example}the same film This movie is",
-            f"{example}This movie is",
-        ]
+    first, second = ([arguments[0] for arguments in s["arguments"]] for s in samples(results, "natural_films"))
+    assert first[:2] == [f"{example}the same film This movie is", f"{example}This movie is"]
+    assert second == first[:1]
 
 
 def test_a_few_shot_example_has_the_first_word_of_its_class(lm: Any, world: World) -> None:
@@ -379,6 +403,13 @@ def forwarded(model: Any) -> list[list[int]]:
     return rows
 
 
+@pytest.fixture
+def one_row_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt shares a row with another, so that rows are prompts."""
+    monkeypatch.setattr(plan, "MIN_SHARED", 2.0)
+
+
+@pytest.mark.usefixtures("one_row_a_prompt")
 @pytest.mark.parametrize("apply_chat_template", [True, False])
 def test_every_prompt_has_one_bos(apply_chat_template: bool) -> None:
     lm, model = chat_model()
@@ -388,7 +419,7 @@ def test_every_prompt_has_one_bos(apply_chat_template: bool) -> None:
     evaluate(lm, *tasks, apply_chat_template=apply_chat_template, limit=3)
     # A chat template writes BOS itself; elsewhere the tokenizer adds it.
     contexts = {instance.args[0] for task in tasks for instance in task.instances}
-    assert len(contexts) == 3 + 1 + 3 + 40
+    assert len(contexts) == 3 + 3 + 3 + 40  # bare prompts: without a document, N/A, [MASK]
     expected = [lm.tokenizer(text, add_special_tokens=not apply_chat_template)["input_ids"] for text in contexts]
     assert all(ids[0] == 0 and ids.count(0) == 1 for ids in expected)
     assert all(ids in rows for ids in expected)
@@ -399,10 +430,9 @@ def test_the_chat_template_surrounds_prompt_and_premise(world: World) -> None:
     results = evaluate(lm, natural(), apply_chat_template=True, system_instruction="Judge.", limit=3)
     tokenizer = lm.tokenizer
     for sample, doc in zip(samples(results, "natural_films"), world.splits["test"], strict=False):
-        (context, asked), (premise, _) = sample["arguments"]
+        context, asked = sample["arguments"][0]
         head = "<eos>[system] Judge.\n[user] "
         assert context == f"{head}{doc['text']} This movie is\n[assistant]\n"
-        assert premise == f"{head}This movie is\n[assistant]\n"
         start, end = asked["document"]
         assert context[start:end].strip() == doc["text"]
         # lm_eval's rule: an assistant's turn starts without a delimiter.
@@ -415,13 +445,15 @@ def test_the_chat_template_surrounds_prompt_and_premise(world: World) -> None:
             for word in ("terrible", "great")
         ]
         assert word_log_probs(sample) == pytest.approx(expected, abs=1e-4)
+    bare = [arguments[0] for arguments in samples(results, "natural_films")[0]["arguments"][1:]]
+    assert bare == [f"{head}{document}This movie is\n[assistant]\n" for document in ("", "N/A ", "[MASK] ")]
 
 
 def test_a_chat_template_may_trim_the_document(world: World) -> None:
     rows = [{"text": "  \n padded film ", "label": 0}, {"text": "plain film", "label": 1}]
     name = world.add_dataset("tests/padded", {"train": rows, "test": rows})
     results = evaluate(chat_model()[0], natural(dataset_path=name), apply_chat_template=True)
-    (context, asked), (premise, _) = samples(results, "natural_films")[0]["arguments"]
+    (context, asked), (premise, _), *_ = samples(results, "natural_films")[0]["arguments"]
     assert context == "<eos>[user] padded film  This movie is\n[assistant]\n"
     start, end = asked["document"]
     assert context[start:end] == "padded film "
@@ -451,7 +483,7 @@ def test_few_shot_in_a_chat(world: World, multiturn: bool) -> None:
     contexts = [s["arguments"][0][0] for s in samples(ours, "natural_films")]
     assert contexts == [s["arguments"][0][0] for s in samples(stock, "stock")]
     for sample in samples(ours, "natural_films"):
-        (context, asked), (premise, _) = sample["arguments"]
+        (context, asked), (premise, _), *_ = sample["arguments"]
         start, end = asked["document"]
         assert context[start:end].strip() == sample["doc"]["text"]
         assert len(context) - len(premise) in (end - start, end - start + 1)
@@ -461,6 +493,7 @@ def test_few_shot_in_a_chat(world: World, multiturn: bool) -> None:
 # ------------------------------------------------------------------------------------------------- long documents
 
 
+@pytest.mark.usefixtures("one_row_a_prompt")
 def test_long_documents_are_cut_and_counted(lm: Any, world: World) -> None:
     long = " ".join(f"word{i}" for i in range(100))
     rows = [{"text": text, "label": 0} for text in ("a short film", long + " good", "another", long + " bad end")]
@@ -516,7 +549,7 @@ def test_predict_only_gives_answers_and_no_metrics(lm: Any, several: dict[str, A
     results = evaluate(lm, natural(**SEVERAL), predict_only=True)
     assert log_probs_of(results) == log_probs_of(several)
     assert not [name for name in results["results"]["natural_films"] if "," in name]
-    assert report(results, "natural_films")["prompt"]["id"] == "films/several"
+    assert told_of_prompt(results)["id"] == "films/several"
 
 
 def test_without_logged_samples_metrics_are_the_same(lm: Any, several: dict[str, Any]) -> None:
@@ -565,6 +598,7 @@ def test_a_task_can_be_evaluated_again(lm: Any, several: dict[str, Any]) -> None
 # ------------------------------------------------------------------------------------------------- one pass
 
 
+@pytest.mark.usefixtures("one_row_a_prompt")
 def test_natural_and_probe_together_forward_their_distinct_prompts_once(world: World) -> None:
     model = tiny_model("gpt2")
     rows = forwarded(model)
@@ -577,14 +611,14 @@ def test_natural_and_probe_together_forward_their_distinct_prompts_once(world: W
         natural(task="natural_again"),
     ]
     results = evaluate(hf_model(model, batch_size=1), *tasks)
-    prompts = {"This movie is"}
+    prompts = {"This movie is", "N/A This movie is", "[MASK] This movie is"}
     prompts |= {f"{row['text']} This movie is" for row in [*test, *train]}
     prompts |= {row["text"] for row in [*test, *train]}
     expected = sorted(tokenizer(prompt)["input_ids"] for prompt in prompts)
     assert sorted(row for row in rows if len(row) > 1) == expected
     (summary,) = results["harness_ext"]["passes"]
     assert summary["distinct_prompts"] == summary["forwarded"] == len(prompts)
-    assert summary["prompts"] == 2 * 2 * len(test) + 2 * (len(test) + len(train))
+    assert summary["prompts"] == 2 * (len(test) + 3) + 2 * (len(test) + len(train))
     assert summary["documents"] == 4 * len(test) + 2 * len(train)
     assert summary["tokens"] == sum(map(len, expected))
     assert summary["padding"] == summary["cut_prompts"] == summary["from_store"] == 0
@@ -620,4 +654,4 @@ def test_documents_that_occur_twice_count_twice(lm: Any, world: World) -> None:
         assert twice["results"]["natural_films"][f"{metric},none"] == pytest.approx(
             once["results"]["natural_films"][f"{metric},none"]
         )
-    assert twice["harness_ext"]["passes"][0]["distinct_prompts"] == 4
+    assert twice["harness_ext"]["passes"][0]["distinct_prompts"] == 3 + 3

@@ -41,8 +41,9 @@ class Scorer(LM):
 def test_natural_tasks_run_by_loglikelihood(world: World) -> None:
     model = Scorer()
     results = evaluate(model, natural(metadata={"prompt": "films/several"}))
+    premise = samples(results, "natural_films")[0]["resps"][1][0]
     for sample, doc in zip(samples(results, "natural_films"), world.splits["test"], strict=True):
-        (answer,), (premise,) = sample["resps"]
+        answer = sample["resps"][0][0]
         context = f"Review: {doc['text']} It was"
         words = [" bad", " terrible", " good", " fine"]
         assert answer.log_probs == tuple(model.score(context, word) for word in words)
@@ -59,7 +60,8 @@ def test_natural_tasks_run_by_loglikelihood(world: World) -> None:
 def test_every_pair_is_asked_once(world: World) -> None:
     model = Scorer()
     evaluate(model, natural(), natural(task="natural_again"))
-    texts = [f"{row['text']} This movie is" for row in world.splits["test"]] + ["This movie is"]
+    texts = [f"{row['text']} This movie is" for row in world.splits["test"]]
+    texts += ["This movie is", "N/A This movie is", "[MASK] This movie is"]
     assert sorted(model.asked) == sorted((text, word) for text in texts for word in (" terrible", " great"))
 
 
@@ -100,8 +102,8 @@ def test_equal_scores_are_ties(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         results = evaluate(Scorer({" terrible": -3.0, " great": -3.0}), natural())
     assert results["results"]["natural_films"]["acc,none"] == 0.5
-    assert report(results, "natural_films")["tied_documents"] == 16
-    assert "degenerate, 16/16 documents tied" in caplog.text
+    assert report(results, "natural_films")["prompts"][0]["tied_documents"] == 16
+    assert "degenerate, documents tied between classes: 16/16 under plain" in caplog.text
 
 
 def test_a_premise_of_probability_zero_leaves_acc_pmi_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +115,9 @@ def test_a_premise_of_probability_zero_leaves_acc_pmi_out(caplog: pytest.LogCapt
         results = evaluate(NoPremise(), natural())
     found = results["results"]["natural_films"]
     assert "acc_pmi,none" not in found
-    assert "not computed" in report(results, "natural_films")["acc_pmi"]
+    (told,) = report(results, "natural_films")["prompts"]
+    assert list(told["not_computed"]) == ["acc_pmi"]
+    assert "acc_pmi" not in told["metrics"]
     assert "acc_pmi not computed" in caplog.text
     assert math.isfinite(found["acc,none"])
 
@@ -132,7 +136,7 @@ def test_a_document_of_probability_zero_keeps_the_report_finite(world: World) ->
         def score(self, context: str, word: str) -> float:
             return -math.inf if context == first and word == " great" else super().score(context, word)
 
-    told = report(evaluate(NoFirst(), natural()), "natural_films")
+    (told,) = report(evaluate(NoFirst(), natural()), "natural_films")["prompts"]
     assert all(value is None or math.isfinite(value) for value in told["mean_class_log_score"].values())
 
 

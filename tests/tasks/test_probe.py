@@ -54,6 +54,12 @@ def training_texts(task: ProbeTask) -> list[str]:
     return [i.doc["text"] for i in task.instances if i.doc_id < 0]
 
 
+def probes_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fits of the only prompt, one for each seed."""
+    (entry,) = report(results, "probe_films")["prompts"]
+    return entry["probes"]
+
+
 def training_sets(task: ProbeTask) -> list[tuple[int, ...]]:
     return [tuple(sample.tolist()) for sample in task._samples]
 
@@ -87,13 +93,13 @@ def test_features_are_states_of_plain_forwards(lm: Any, world: World, options: d
         expected = oracle(lm, instance.args[0], feature)
         assert answer.source.take([answer.row], feature)[0] == pytest.approx(expected, abs=1e-4)
     told = report(results, "probe_films")
-    assert (told["prompt"] is None) == (not ending)
+    assert ("template" in told["prompts"][0]) == bool(ending)
     assert {key: told["options"][key] for key in options} == options
 
 
 def test_a_probe_is_scikit_learns_on_the_same_states(lm: Any, world: World) -> None:
     results = evaluate(lm, probe({"c_grid": [0.01, 0.1, 1.0]}))
-    (fitted,) = report(results, "probe_films")["probes"]
+    (fitted,) = probes_of(results)
     train, test = (
         np.stack([oracle(lm, row["text"], Feature()) for row in world.splits[split]]).astype(np.float64)
         for split in ("train", "test")
@@ -203,9 +209,9 @@ def test_metrics_are_means_over_seeds(lm: Any, world: World) -> None:
     rows = reviews(90, seed=2, noise=0.5)
     name = world.add_dataset("tests/noisy", {"train": rows[:50], "test": rows[50:]})
     results = evaluate(lm, probe({"n_per_class": 8, "seeds": [0, 1, 2, 3, 4]}, dataset_path=name))
-    told = report(results, "probe_films")
-    accuracies = [run["acc"] for run in told["probes"]]
-    assert [run["seed"] for run in told["probes"]] == [0, 1, 2, 3, 4]
+    fitted = probes_of(results)
+    accuracies = [run["acc"] for run in fitted]
+    assert [run["seed"] for run in fitted] == [0, 1, 2, 3, 4]
     assert np.std(accuracies) > 0
     found = samples(results, "probe_films")
     gold = np.array([s["macro_f1"][0] for s in found])
@@ -238,10 +244,10 @@ def test_a_class_of_few_documents_means_fewer_folds(lm: Any, world: World) -> No
         row for row in world.splits["train"] if row["label"] == 1
     ][:2]
     name = world.add_dataset("tests/rare", {"train": rows, "test": world.splits["test"]})
-    (fitted,) = report(evaluate(lm, probe(dataset_path=name)), "probe_films")["probes"]
+    (fitted,) = probes_of(evaluate(lm, probe(dataset_path=name)))
     assert fitted["num_folds"] == 2
     assert any("2 folds instead of 3" in note for note in fitted["notes"])
-    (alone,) = report(evaluate(lm, probe({"n_per_class": 1}, dataset_path=name)), "probe_films")["probes"]
+    (alone,) = probes_of(evaluate(lm, probe({"n_per_class": 1}, dataset_path=name)))
     assert (alone["num_folds"], alone["cv_accuracy"], alone["C"]) == (0, None, 1.0)
     assert any("No cross-validation" in note for note in alone["notes"])
 
@@ -332,7 +338,7 @@ def test_process_docs_shapes_both_splits(lm: Any, world: World) -> None:
 def test_predict_only_fits_nothing(lm: Any) -> None:
     results = evaluate(lm, probe(), predict_only=True)
     assert not [name for name in results["results"]["probe_films"] if "," in name]
-    assert "probes" not in report(results, "probe_films")
+    assert report(results, "probe_films")["prompts"] == [{"name": "document"}]
     assert len(samples(results, "probe_films")) == 16
 
 
@@ -379,3 +385,51 @@ def test_lm_evals_own_metrics(lm: Any, world: World) -> None:
     gold, first = [s["macro_f1"][0] for s in found], [s["macro_f1"][1][0] for s in found]
     assert results["results"]["probe_films"]["f1,none"] == pytest.approx(f1_score(gold, first))
     assert results["results"]["probe_films"]["mcc,none"] == pytest.approx(matthews_corrcoef(gold, first))
+
+
+# ------------------------------------------------------------------------------------------------- layers
+
+
+def test_a_sweep_over_layers_is_what_its_layers_are_alone(lm: Any, world: World) -> None:
+    rows = reviews(90, seed=2, noise=0.2)
+    name = world.add_dataset("tests/layers", {"train": rows[:50], "test": rows[50:]})
+    options = {"c_grid": [0.01, 1.0], "n_per_class": 15, "seeds": [0, 1]}
+    task = probe({**options, "layer": "all"}, dataset_path=name)
+    results = evaluate(lm, task)
+    (told,) = report(results, "probe_films")["prompts"]
+    assert [entry["layer"] for entry in told["layers"]] == [0, 1, 2]
+    (summary,) = results["harness_ext"]["passes"]
+    by_layer = []
+    for entry in told["layers"]:
+        alone = evaluate(lm, probe({**options, "layer": entry["layer"]}, dataset_path=name))
+        (single,) = report(alone, "probe_films")["prompts"]
+        assert entry["acc"] == pytest.approx(alone["results"]["probe_films"]["acc,none"], abs=1e-9)
+        assert entry["cv_accuracy"] == pytest.approx(np.mean([p["cv_accuracy"] for p in single["probes"]]))
+        assert summary["tokens"] == alone["harness_ext"]["passes"][0]["tokens"]
+        by_layer.append(single["probes"])
+    assert len({entry["acc"] for entry in told["layers"]}) > 1
+    for seed, fit in enumerate(told["probes"]):
+        cv = [probes[seed]["cv_accuracy"] for probes in by_layer]
+        assert fit["layer"] == cv.index(max(cv))
+        assert fit["acc"] == by_layer[fit["layer"]][seed]["acc"]
+    assert results["results"]["probe_films"]["acc,none"] == pytest.approx(np.mean([p["acc"] for p in told["probes"]]))
+
+
+def test_a_list_of_layers(lm: Any) -> None:
+    (told,) = report(evaluate(lm, probe({"layer": [-1, 0, "last"], "pooling": "mean"})), "probe_films")["prompts"]
+    assert [entry["layer"] for entry in told["layers"]] == [-1, 0, "last"]
+    for entry in told["layers"]:
+        alone = evaluate(lm, probe({"layer": entry["layer"], "pooling": "mean"}))
+        assert entry["acc"] == alone["results"]["probe_films"]["acc,none"]
+
+
+def test_one_layer_is_no_sweep(lm: Any) -> None:
+    (told,) = report(evaluate(lm, probe({"layer": 1})), "probe_films")["prompts"]
+    assert "layers" not in told
+    assert told["probes"][0]["layer"] == 1
+
+
+def test_layers_without_cross_validation_predict_with_the_last(lm: Any) -> None:
+    (told,) = report(evaluate(lm, probe({"layer": [1, 0], "n_per_class": 1})), "probe_films")["prompts"]
+    assert [entry["cv_accuracy"] for entry in told["layers"]] == [None, None]
+    assert told["probes"][0]["layer"] == 0
