@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", help="ids or patterns (default: the task's prompt)")
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without-bare", action="store_true", help="leave the bare loop out, which takes as long")
     return parser.parse_args()
 
 
@@ -44,9 +45,7 @@ def load_tasks(name: str, prompt: list[str] | None, limit: int | None) -> tuple[
     from harness_ext import prompts, resources
 
     metadata = {} if prompt is None else {"prompt": prompt}
-    manager = TaskManager(
-        include_path=str(resources.task_configs_folder()), include_defaults=False, metadata=metadata
-    )
+    manager = TaskManager(include_path=str(resources.task_configs_folder()), include_defaults=False, metadata=metadata)
     ours = manager.load([name])["tasks"][name]
 
     class Stock(ConfigurableTask):
@@ -119,6 +118,8 @@ def main() -> None:
         "lm_eval": lambda: lm.loglikelihood(asked_of_lm_eval, disable_tqdm=True),
         "bare": lambda: bare_loop(lm.model, sequences, args.batch_size),
     }
+    if args.without_bare:
+        del ways["bare"]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     bare_loop(lm.model, sequences[:64], args.batch_size)  # warm-up
     tokens = sum(map(len, sequences))
@@ -129,7 +130,8 @@ def main() -> None:
     )
     names = list(ways)
     for number in range(args.rounds):
-        for name in names[number % 3 :] + names[: number % 3]:
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
             started = time.perf_counter()
             ways[name]()
             seconds[name].append(time.perf_counter() - started)
@@ -140,6 +142,8 @@ def main() -> None:
         + "  ".join(f"{name} {value:.2f} s ({tokens / value:,.0f} tokens/s)" for name, value in median.items())
     )
     for other, label in (("lm_eval", "lm_eval / engine"), ("bare", "engine / bare")):
+        if other not in ways:
+            continue
         pairs = zip(seconds["engine"], seconds[other], strict=True)
         ratios = [theirs / own if other == "lm_eval" else own / theirs for own, theirs in pairs]
         print(

@@ -7,6 +7,7 @@ engine answers each request with one `PromptStates`.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ class Feature(NamedTuple):
         return f"{self.layer}.{self.pooling}" + (f".{self.mixture}" if self.mixture else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PromptRequest:
     """What a task asks about one prompt; the second argument of a `prompt_states` request.
 
@@ -90,8 +91,8 @@ class PromptRequest:
     def to_argument(self) -> dict[str, Any]:
         """Return plain JSON types, for lm_eval's `Instance.arguments`, which ends up in the samples file."""
         return {
-            "continuations": list(self.continuations),
-            "features": [list(feature) for feature in self.features],
+            "continuations": _listed(self.continuations),
+            "features": _listed(self.features),
             "document": None if self.document is None else list(self.document),
             "one_token": self.one_token,
         }
@@ -101,11 +102,24 @@ class PromptRequest:
         """Inverse of `to_argument`."""
         document = argument["document"]
         return cls(
-            continuations=tuple(argument["continuations"]),
-            features=tuple(Feature(*feature) for feature in argument["features"]),
+            continuations=_interned(tuple(argument["continuations"])),
+            features=_interned(tuple(Feature(*feature) for feature in argument["features"])),
             document=None if document is None else Span(*document),
             one_token=bool(argument["one_token"]),
         )
+
+
+# The requests of a task ask for the same few things of many thousand documents: each is kept once. Nothing may write to it.
+
+
+@functools.lru_cache(maxsize=1024)
+def _listed(values: tuple[Any, ...]) -> list[Any]:
+    return [list(value) if isinstance(value, tuple) else value for value in values]
+
+
+@functools.lru_cache(maxsize=1024)
+def _interned(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return values
 
 
 class TokenStates(NamedTuple):
@@ -135,8 +149,13 @@ class FeatureSource(Protocol):
         """
         ...
 
-    def probability_moments(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and variance over rows of p_f(w|s), float64 of shape (V,) each; f(s) was asked for."""
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output embedding has a bias, which is part of p_f and no part of Φ."""
+        ...
+
+    def probability_variances(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the variance over rows of p_f(w|s), float64 of shape (V,); f(s) was asked for."""
         ...
 
     def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
@@ -158,7 +177,7 @@ class FeatureSource(Protocol):
 
     @property
     def device(self) -> str:
-        """Where the model computes, as torch names it."""
+        """Where features may be fitted, as torch names it: where the model computes, if that has float64."""
         ...
 
 

@@ -126,9 +126,14 @@ class StateTable:
         """Return Φ, float32 of shape (V, d); raises as `gram`."""
         return np.asarray(self._model.readout.output_embedding().float().cpu().numpy())
 
-    def probability_moments(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and variance over rows of p_f(w|s), float64 of shape (V,) each."""
-        return self._model.readout.moments(torch.from_numpy(self.take(rows, F_OF_S)))
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output embedding has a bias."""
+        return self._model.readout.has_bias
+
+    def probability_variances(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the variance over rows of p_f(w|s), float64 of shape (V,)."""
+        return self._model.readout.variances(torch.from_numpy(self.take(rows, F_OF_S)))
 
     def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Return p_f of some tokens, float32 of shape (len(rows), len(tokens))."""
@@ -137,7 +142,8 @@ class StateTable:
     def text_states(self, texts: Sequence[str]) -> Iterator[TokenStates]:
         """Forward texts and yield the states of all their tokens, in order.
 
-        A text that is longer than the model's context loses its beginning, as documents of prompts do.
+        A text that is longer than the model's context loses its beginning. These forwards are no part of the pass: they are in
+        no summary and no store.
         """
         rows = [
             self._encoder.or_prefix(ids[-self._encoder.max_length :], text)
@@ -154,8 +160,8 @@ class StateTable:
 
     @property
     def device(self) -> str:
-        """Where the model computes, and where features may be fitted."""
-        return str(self._model.device)
+        """Where features may be fitted: where the model computes, if that has float64."""
+        return "cpu" if self._model.device.type == "mps" else str(self._model.device)
 
 
 def _batches_in_order(rows: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
@@ -387,8 +393,11 @@ def answer_requests(
 
     Raises:
         ValueError: If a state is not finite, a prompt does not fit the context, or a layer does not exist.
+        TypeError: If a mixture is asked for and the model's output embedding is not affine.
     """
     started = time.perf_counter()
+    if any(feature.mixture for request in requests for feature in request.features):
+        model.readout.output_embedding()  # raises now, and not after the pass, where there is none
     work = _Pass(model, store, contexts, requests, encoder)
     table, weights = work.table, documents if documents is not None else [1] * len(requests)
     documents_of: dict[int, int] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from harness_ext.contracts import CONDITIONAL_MEAN, RANDOM_PROJECTION
 
-__all__ = ["Readout", "TokenMoments", "inference"]
+__all__ = ["Readout", "inference"]
 
 CHUNK_VALUES = 2**24
 """Logits held at once: 64 MiB in float32, and as much again while they become probabilities."""
@@ -34,13 +34,6 @@ BLOCK_ROWS = 8192
 
 LINEARITY_TOLERANCE = 1e-2
 """Relative; half precision has 8 to 11 bits."""
-
-
-class TokenMoments(NamedTuple):
-    """Mean and variance (divisor n) of each token's probability over states; float64, shape (V,)."""
-
-    mean: np.ndarray
-    variance: np.ndarray
 
 
 class Readout:
@@ -113,12 +106,14 @@ class Readout:
         return log_probs, {name: torch.cat(values) for name, values in parts.items()}
 
     @torch.inference_mode()
-    def moments(self, states: Tensor) -> TokenMoments:
-        """Return mean and variance of each token's probability over states (n, d)."""
+    def variances(self, states: Tensor) -> np.ndarray:
+        """Return the variance (divisor n) over states (n, d) of each token's probability, float64 of shape (V,)."""
         count = 0
         mean = squares = None
         for _, logits, log_partition in self._chunks(states):
             probabilities = logits.sub_(log_partition).exp_()
+            if probabilities.device.type == "mps":
+                probabilities = probabilities.cpu()
             # Chan, Golub & LeVeque (1983): sums of squares of chunks are merged without cancellation.
             chunk_mean = probabilities.mean(0, dtype=torch.float64)
             chunk_squares = (probabilities - chunk_mean.float()).square_().sum(0, dtype=torch.float64)
@@ -132,7 +127,7 @@ class Readout:
             count += size
         assert mean is not None, "there is at least one state"
         assert squares is not None
-        return TokenMoments(mean.cpu().numpy(), (squares / count).cpu().numpy())
+        return np.asarray((squares / count).cpu().numpy())
 
     @torch.inference_mode()
     def probabilities(self, states: Tensor, tokens: Sequence[int]) -> np.ndarray:
@@ -155,6 +150,8 @@ class Readout:
     def _mix(self, probabilities: Tensor, name: str) -> Tensor:
         """Multiply (n, V) by Φ or R, in float32."""
         matrix = {CONDITIONAL_MEAN: self.output_embedding, RANDOM_PROJECTION: self._random_matrix}[name]()
+        # A model spread over devices returns its logits on the first, and has its output embedding on the last.
+        probabilities = probabilities.to(matrix.device)
         if matrix.dtype == torch.float32:
             return probabilities @ matrix
         result = torch.zeros(len(probabilities), matrix.shape[1], device=probabilities.device)
@@ -164,6 +161,11 @@ class Readout:
         return result
 
     # ------------------------------------------------------------------------------------------------ matrices
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the head adds a bias, which is part of p_f and no part of Φ."""
+        return getattr(self._head, "bias", None) is not None
 
     def output_embedding(self) -> Tensor:
         """Return Φ of shape (V, d), on the model's device: float32, or the weight itself where a copy would be large.
@@ -175,7 +177,7 @@ class Readout:
         """
         if self._embedding is None:
             head = self._head
-            if type(head) is nn.Linear and not hasattr(head, "_hf_hook"):
+            if _is_plain(head):
                 weight = head.weight.detach()
                 small = weight.numel() * 4 <= KEPT_WEIGHT_BYTES
                 self._embedding = self._weight_in_float32() if small else weight
@@ -186,16 +188,19 @@ class Readout:
     def gram(self) -> np.ndarray:
         """Return ΦᵀΦ of shape (d, d), float64."""
         embedding = self.output_embedding()
-        total = torch.zeros(embedding.shape[1], embedding.shape[1], dtype=torch.float64, device=embedding.device)
+        device = torch.device("cpu") if embedding.device.type == "mps" else embedding.device  # which has no float64
+        total = torch.zeros(embedding.shape[1], embedding.shape[1], dtype=torch.float64, device=device)
         for start in range(0, len(embedding), BLOCK_ROWS):
-            block = embedding[start : start + BLOCK_ROWS].double()
+            block = embedding[start : start + BLOCK_ROWS].to(device).double()
             total += block.T @ block
         return total.cpu().numpy()
 
     def _embedding_of_unit_vectors(self) -> Tensor:
         like = next((p for p in self._head.parameters() if p.is_floating_point()), torch.zeros(1))
         dim = int(getattr(self._head, "in_features", 0)) or int(self._model.config.get_text_config().hidden_size)
-        points = torch.eye(dim, dtype=like.dtype, device=like.device)
+        # Weights that are offloaded come to the model's own device for a call.
+        device = self._device if like.is_meta else like.device
+        points = torch.eye(dim, dtype=like.dtype, device=device)
         with inference(self._device, self._autocast_dtype):
             origin = self._head(torch.zeros_like(points[:1])).float()
             weight = self._head(points).float() - origin
@@ -212,12 +217,14 @@ class Readout:
         return weight.T.contiguous()
 
     def _random_matrix(self) -> Tensor:
-        """R of shape (V, d): a Gaussian matrix with its columns made orthonormal, the same for every run."""
+        """R of shape (V, d), float32: a Gaussian matrix with its columns made orthonormal, the same for every run."""
         if self._random is None:
             embedding = self.output_embedding()
-            generator = torch.Generator().manual_seed(0)
-            gaussian = torch.randn(embedding.shape, generator=generator, dtype=torch.float32).to(embedding.device)
-            self._random = torch.linalg.qr(gaussian).Q
+            gaussian = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+            # On the CPU and with the signs of R's diagonal, which differ between implementations: projections are stored,
+            # and one store may serve several machines.
+            orthonormal, triangle = torch.linalg.qr(gaussian)
+            self._random = (orthonormal * triangle.diagonal().sign()).to(embedding.device)
         return self._random
 
     # ----------------------------------------------------------------------------------------------- precision
@@ -238,11 +245,7 @@ class Readout:
         that are not plain linear layers (quantised, adapted, offloaded) are left as they are.
         """
         head = self._head
-        if (
-            type(head) is not nn.Linear
-            or head.weight.dtype not in (torch.bfloat16, torch.float16)
-            or hasattr(head, "_hf_hook")
-        ):
+        if not _is_plain(head) or head.weight.dtype not in (torch.bfloat16, torch.float16):
             yield
             return
 
@@ -256,11 +259,20 @@ class Readout:
                 logits = torch.cat([functional.linear(hidden.float(), block.float()) for block in blocks], dim=-1)
                 return logits if bias is None else logits + bias
 
+        # accelerate wraps the module's forward in its instance: that one comes back afterwards.
+        wrapped = head.__dict__.get("forward")
         head.forward = forward
         try:
             yield
         finally:
             del head.forward
+            if wrapped is not None:
+                head.forward = wrapped
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether the head is a linear layer whose weight is in memory, as it is."""
+    return type(head) is nn.Linear and not head.weight.is_meta
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ logger = logging.getLogger("lm_eval.harness_ext.engine")
 FORMAT_VERSION = "1"
 FLUSH_SECONDS = 1.0
 """States younger than this may be lost when the process is killed."""
+SHARD_BYTES = 2**26
+"""Shards of a run are merged up to this size: few files, and little memory to read or write one."""
 DESCRIPTION_FILE = "model.json"
 
 
@@ -139,10 +141,26 @@ class FeatureStore:
             pending.written.append(path)
 
     def _merge(self, feature: Feature, pending: _Pending) -> None:
-        shards = [shard for path in pending.written if (shard := self._read_shard(path)) is not None]
+        """Turn the shards of this process into few of about `SHARD_BYTES`, holding one of them in memory at a time."""
+        group: list[Path] = []
+        size = 0
+        for path in [*pending.written, None]:
+            if path is None or size >= SHARD_BYTES:
+                if len(group) > 1:
+                    self._merge_group(feature, group)
+                group, size = [], 0
+            if path is not None:
+                group.append(path)
+                with contextlib.suppress(OSError):
+                    size += path.stat().st_size
+
+    def _merge_group(self, feature: Feature, paths: Sequence[Path]) -> None:
+        shards = [shard for path in paths if (shard := self._read_shard(path)) is not None]
+        if not shards:
+            return
         keys, states = (np.concatenate(arrays) for arrays in zip(*shards, strict=True))
         if self._write_shard(feature, keys, states) is not None:
-            for path in pending.written:
+            for path in paths:
                 path.unlink(missing_ok=True)
 
     def _write_shard(self, feature: Feature, keys: np.ndarray, states: np.ndarray) -> Path | None:

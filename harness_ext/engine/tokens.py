@@ -23,7 +23,7 @@ __all__ = ["EncodedPrompt", "PromptEncoder"]
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """Token ids of one request.
 

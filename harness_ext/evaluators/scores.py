@@ -269,7 +269,7 @@ def macro_f1_stderr(
 
     Args:
         labels: Gold classes, integers in 0..K-1, shape (n,), n >= 2.
-        predictions: Predicted classes, likewise.
+        predictions: Predicted classes, likewise; or those of R runs, shape (n, R), for the mean macro-F1 of the runs.
         num_classes: K.
         draws: Number of bootstrap draws, >= 2.
         generator: Source of the draws; the global RNG is not read.
@@ -430,12 +430,15 @@ def _mean_statistic(distinct: NDArray[Any], counts: NDArray[np.int64]) -> NDArra
 
 
 def _macro_f1_statistic(num_classes: int) -> Statistic:
-    """Macro-F1 of documents seen as (label, prediction)."""
+    """Macro-F1 of documents seen as (label, prediction of each run), a mean over the runs."""
 
     def statistic(distinct: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        matrices = np.zeros((len(counts), num_classes, num_classes), dtype=np.int64)
-        matrices[:, distinct[:, 0], distinct[:, 1]] = counts
-        return _macro_f1_of_counts(matrices)
+        total = np.zeros(len(counts))
+        for predictions in distinct.T[1:]:
+            # Several distinct documents share a cell of this run's confusion matrix: a product with 0 and 1 adds them up.
+            cells = np.eye(num_classes**2)[distinct[:, 0] * num_classes + predictions]
+            total += _macro_f1_of_counts((counts @ cells).reshape(-1, num_classes, num_classes))
+        return total / (distinct.shape[1] - 1)
 
     return statistic
 
@@ -453,7 +456,7 @@ def _calibration_statistic(distinct: NDArray[Any], counts: NDArray[np.int64]) ->
     return np.abs(counts @ (member * distinct[:, 1:])).sum(axis=1) / counts.sum(axis=1)
 
 
-def _macro_f1_of_counts(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+def _macro_f1_of_counts(counts: NDArray[Any]) -> NDArray[np.float64]:
     """Macro-F1 of each confusion matrix in (m, K, K): F1_c = 2 TP_c / (gold_c + predicted_c)."""
     hits = np.diagonal(counts, axis1=1, axis2=2)
     support = counts.sum(axis=2) + counts.sum(axis=1)
@@ -461,9 +464,11 @@ def _macro_f1_of_counts(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _pairs(labels: ArrayLike, predictions: ArrayLike, num_classes: int) -> NDArray[np.int64]:
-    """Gold and predicted class of each document, shape (n, 2)."""
+    """Gold class and that predicted by each run, shape (n, 1 + R)."""
     gold = _labels(labels, "labels", num_classes, None)
-    return np.column_stack([gold, _labels(predictions, "predictions", num_classes, len(gold))])
+    of_runs = np.asarray(predictions)
+    columns = of_runs.T if of_runs.ndim == 2 else [of_runs]
+    return np.column_stack([gold, *(_labels(run, "predictions", num_classes, len(gold)) for run in columns)])
 
 
 def _credit_and_labels(

@@ -334,7 +334,13 @@ class PromptTask(ConfigurableTask):
 
     def request(self, doc: Mapping[str, Any], context: str, idx: int, what: PromptRequest, **kwargs: Any) -> Instance:
         """One request to the engine."""
-        return Instance(REQUEST_TYPE, doc=dict(doc), arguments=(context, what.to_argument()), idx=idx, **kwargs)  # type: ignore[arg-type]
+        return Instance(
+            REQUEST_TYPE,
+            doc=doc if isinstance(doc, dict) else dict(doc),
+            arguments=(context, what.to_argument()),
+            idx=idx,
+            **kwargs,
+        )  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------------------------------- results
 

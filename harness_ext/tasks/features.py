@@ -9,8 +9,10 @@ Source: Saunshi, Malladi, Arora (ICLR 2021), Tables 1 and 2 and section 5.
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,14 +22,20 @@ from harness_ext.tasks.options import QuadOptions
 
 __all__ = ["CONDITIONAL_MEANS", "F_OF_S", "KINDS", "Answers", "FeatureKind", "FeatureSet", "states"]
 
+TEXTS_AT_ONCE = 64
+
+logger = logging.getLogger("lm_eval.harness_ext.tasks")
+
 F_OF_S = Feature()
 CONDITIONAL_MEANS = Feature(mixture=CONDITIONAL_MEAN)
 
 VARIANCE_LEFT_OUT = 1e-4
 MOST_TOKENS = 4096
+MOST_VALUES = 2**27
 """Of p_f, a probe sees the tokens of most variance over the training documents, until they have all but this share of the
-variance of all tokens, or are this many. Each of 50,000 tokens would have to be kept for each document; on SST-2 the
-accuracy of SmolLM2 was the same, to half a point, from 1,000 tokens on."""
+variance of all tokens, or are this many, or have this many probabilities over all training documents (half a GiB). The L2
+penalty sees probabilities in their own proportions, so that what is left out could change little: on SST-2 the accuracy of
+SmolLM2 was the same, to half a point, from 1,000 tokens on."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,12 @@ def states(answers: Answers, feature: Feature) -> FeatureSet:
 
 def mixture(answers: Answers, options: QuadOptions, *, name: str) -> FeatureSet:
     """Φᵀp_f(·|s), or Rᵀp_f(·|s) for a random R."""
-    return states(answers, Feature(mixture=name))
+    return replace(states(answers, Feature(mixture=name)), report={"feature_notes": _notes(answers)})
+
+
+def _notes(answers: Answers) -> list[str]:
+    biased = "The output embedding has a bias: it is part of p_f, and no part of Φ."
+    return [biased] if answers.source.has_output_bias else []
 
 
 def word_log_probabilities(answers: Answers, options: QuadOptions) -> FeatureSet:
@@ -123,8 +136,17 @@ def word_log_probabilities(answers: Answers, options: QuadOptions) -> FeatureSet
     lengths = np.array(answers.train[0].num_tokens)
     train = np.array([answer.log_probs for answer in answers.train])
     test = np.array([answer.log_probs for answer in answers.test])
-    # NaN marks words of several tokens where the task wants one-token words only.
-    kept = ~np.isnan(train).any(axis=0) & ~np.isnan(test).any(axis=0)
+    # NaN marks words of several tokens where the task wants one-token words only. The training documents decide, which every
+    # rank has; after an odd end of an evaluated document a word may have another number of tokens.
+    kept = ~np.isnan(train).any(axis=0)
+    if np.isnan(test[:, kept]).any():
+        word = [word for word, flag in zip(answers.words, kept, strict=True) if flag][
+            int(np.isnan(test[:, kept]).any(axis=0).argmax())
+        ]
+        raise ValueError(
+            f"the word {word!r} is one token after every training document and several after an evaluated one. Leave it out, "
+            'or let such words count: --metadata \'{"probe": {"one_token_words": false}}\'.'
+        )
     if not kept.any():
         raise ValueError(
             f"none of the words {', '.join(map(repr, answers.words))} is one token under this model's tokenizer. Give others "
@@ -143,14 +165,24 @@ def word_log_probabilities(answers: Answers, options: QuadOptions) -> FeatureSet
 
 
 def probabilities(answers: Answers, options: QuadOptions) -> FeatureSet:
-    """p_f(w|s) of all words that vary, in their own proportions; see `VARIANCE_LEFT_OUT`."""
-    _, variance = answers.source.probability_moments(answers.train_rows)
+    """p_f(w|s) of the words that vary most, in their own proportions; see `VARIANCE_LEFT_OUT`."""
+    variance = answers.source.probability_variances(answers.train_rows)
     order = np.argsort(-variance, kind="stable")
     total = float(variance.sum())
     if not total > 0:
         raise ValueError("p_f(·|s) is the same after every training document, so there is nothing to fit.")
     left_out = np.maximum(1 - np.cumsum(variance[order]) / total, 0.0)
-    count = min(int(np.argmax(left_out <= VARIANCE_LEFT_OUT)) + 1, MOST_TOKENS)
+    wanted = int(np.argmax(left_out <= VARIANCE_LEFT_OUT)) + 1
+    count = max(1, min(wanted, MOST_TOKENS, MOST_VALUES // len(answers.train)))
+    if count < wanted:
+        logger.warning(
+            "probe_full sees %d of %d words, which leaves out %.1e of the variance of p_f; %d would leave out %.0e.",
+            count,
+            len(variance),
+            left_out[count - 1],
+            wanted,
+            VARIANCE_LEFT_OUT,
+        )
     tokens = np.sort(order[:count])
 
     # Twice asked for (by the fit and by the training accuracy), made once: it streams over the vocabulary.
@@ -177,7 +209,7 @@ def quad(answers: Answers, options: QuadOptions) -> FeatureSet:
         "ridge": train.ridge,
         "gram_condition_number": train.condition_number,
         "gram_rank": train.rank,
-        "notes": list(train.notes),
+        "notes": [*train.notes, *_notes(answers)],
     }
     return FeatureSet(f"quad {options}", lambda: train.values, lambda: test.values, report={"quad": report})
 
@@ -196,13 +228,15 @@ def _learned_quad(answers: Answers, options: QuadOptions) -> FeatureSet:
     )
 
     def features(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
-        if options.head == "block":  # it reads the states of all tokens
-            return head.features_of_texts([text.states for text in source.text_states(texts)])
+        if options.head == "block":  # it reads the states of all tokens, of a few texts at a time
+            states_of = (text.states for text in source.text_states(texts))
+            groups = iter(lambda: list(itertools.islice(states_of, TEXTS_AT_ONCE)), [])
+            return np.concatenate([head.features_of_texts(group) for group in groups])
         return head.features(source.take(rows, F_OF_S))
 
     train = features(answers.train_rows, answers.train_texts)
     test = features(answers.test_rows, answers.test_texts)
-    report = asdict(head.report) | {"validation_loss": head.report.validation_loss}
+    report = asdict(head.report) | {"validation_loss": head.report.validation_loss, "notes": _notes(answers)}
     return FeatureSet(f"quad {options}", lambda: train, lambda: test, report={"quad": report})
 
 

@@ -119,7 +119,7 @@ class CalibrationError:
     """Expected calibration error of the class probabilities, averaged over runs."""
 
     def __init__(self, num_classes: int | None = None) -> None:
-        pass
+        """The items say how many classes there are; the argument is that of the other aggregations."""
 
     def __call__(self, items: Sequence[GoldAndProbabilities]) -> float:
         gold = np.array([label for label, _ in items])
@@ -189,12 +189,12 @@ def ensemble_accuracies(class_scores: np.ndarray, labels: np.ndarray) -> dict[st
 
 
 def macro_f1_stderr(items: Sequence[GoldAndPredictions], *, num_classes: int) -> float:
-    """Bootstrap standard error of `macro_f1` of the first run over documents; NaN for fewer than two documents."""
+    """Bootstrap standard error of `macro_f1` over documents; NaN for fewer than two documents."""
     if len(items) < 2:
         return float("nan")
     gold, predicted = _runs(items)
     generator = np.random.default_rng(0)
-    return scores.macro_f1_stderr(gold, predicted[0], num_classes, draws=BOOTSTRAP_DRAWS, generator=generator)
+    return scores.macro_f1_stderr(gold, predicted.T, num_classes, draws=BOOTSTRAP_DRAWS, generator=generator)
 
 
 def aggregate_runs(items: Sequence[GoldAndPredictions], metric: Callable[[np.ndarray, np.ndarray], float]) -> float:

@@ -64,7 +64,7 @@ class ProbeOptions:
 
     Attributes:
         prompt: False: the state of the bare document. True: of the document under the task's prompt. A prompt's id or path, a
-            pattern or a list of them: under each of these prompts.
+            pattern or a list of them: under each of these prompts. Class words are those of the task's prompt in any case.
         layer: "last" for f(s), or an index into the model's hidden states (0 is the embedding); a list of these, or "all"
             hidden states: a sweep, which reports each layer and predicts with that of highest cross-validation accuracy.
         pooling: "last" token or "mean" over tokens.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,9 @@ from harness_ext.tasks.options import ProbeOptions, QuadOptions, read_options
 
 if TYPE_CHECKING:
     from harness_ext.evaluators.probe import ProbeFit
+
+MOST_ROWS = 20_000
+"""Training documents that the natural-task coefficients are computed from; of a convex problem in a few words, enough."""
 
 # scikit-learn takes a second to import, which natural tasks need not pay: it is imported where a probe is fitted.
 
@@ -63,10 +66,9 @@ class ProbeTask(PromptTask):
         self.quad_options = read_options(QuadOptions, "quad", metadata.get("quad"), name)
         self.kind = features.KINDS[self.FEATURES]
         if not self.kind.layers and (self.options.layer, self.options.pooling) != (LAST_LAYER, "last"):
-            raise ValueError(
-                f"{name}: its features come from f(s), so `layer` and `pooling` are not for it; found layer "
-                f"{self.options.layer!r}, pooling {self.options.pooling!r}. Give them to probe_{name.rpartition('_')[2]}."
-            )
+            # One --metadata serves all tasks of a command, and a sweep over layers is meant for those that have them.
+            logger.info("%s: its features come from f(s); `layer` and `pooling` are for probe_<dataset> only.", name)
+            self.options = replace(self.options, layer=LAST_LAYER, pooling="last")
         # Few-shot examples would stand before evaluated documents only.
         super().__init__({**config, "num_fewshot": 0}, **kwargs)
         self.words = self._load_words()
@@ -96,8 +98,10 @@ class ProbeTask(PromptTask):
         words = self._metadata.get(key)
         if words is None and key == "class_words":
             option = self._prompt_option(self.task_name)
-            names = prompts.resolve_prompts(option, with_label_words=True) if option else ()
-            label_words = prompts.load_prompt(names[0]).label_words if names else {}
+            if option and (not isinstance(option, str) or prompts.is_pattern(option)):
+                # Which words a sweep means is open: the dataset's own prompt decides, or the first of the sweep.
+                option = self._prompt_of_yaml() or prompts.resolve_prompts(option, with_label_words=True)[0]
+            label_words = prompts.load_prompt(option).label_words if option else {}
             words = [word for of_class in label_words.values() for word in of_class]
         valid = isinstance(words, list) and all(isinstance(word, str) and word.strip() for word in words)
         if not valid or not words:
@@ -324,7 +328,8 @@ class ProbeTask(PromptTask):
         self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], chosen: Sequence[int], labels: np.ndarray
     ) -> dict[str, Any]:
         """Accuracies and fits of one prompt, for the results JSON."""
-        accuracies = self._accuracies(sets, fits, labels)
+        credit = self._credit(sets, fits, labels)
+        accuracies = credit.mean(axis=0)
         probes = []
         for place, (best, seed) in enumerate(zip(chosen, self.options.seeds, strict=True)):
             fit = fits[best][place]
@@ -332,6 +337,11 @@ class ProbeTask(PromptTask):
             probes.append({"seed": seed, "acc": float(accuracies[best, place])} | layer | _describe(fit))
             logger.info("%s, seed %d: %s", self.task_name, seed, _summary(fit))
         result: dict[str, Any] = {"acc": float(np.mean([probe["acc"] for probe in probes])), "probes": probes}
+        if len(credit) > 1:
+            predicting = np.mean([credit[:, best, place] for place, best in enumerate(chosen)], axis=0)
+            generator = np.random.default_rng(0)
+            interval = scores.mean_interval(predicting, draws=metrics.INTERVAL_DRAWS, generator=generator)
+            result["intervals_95"] = {"acc": [interval.low, interval.high]}
         if len(sets) > 1:
             result["layers"] = [
                 {
@@ -343,13 +353,10 @@ class ProbeTask(PromptTask):
             ]
         return result | dict(sets[0].features.report)
 
-    def _accuracies(
-        self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], labels: np.ndarray
-    ) -> np.ndarray:
-        """Accuracy of each set under each seed on the documents of all ranks."""
-        hits = [[probed.hits(fit, labels) for fit in of_set] for probed, of_set in zip(sets, fits, strict=True)]
-        of_documents = self.gather(list(np.moveaxis(np.array(hits), 2, 0)))
-        return np.asarray(np.mean(of_documents, axis=0))
+    def _credit(self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], labels: np.ndarray) -> np.ndarray:
+        """Tie-aware accuracy, shape (documents of all ranks, sets, seeds)."""
+        credit = [[probed.credit(fit, labels) for fit in of_set] for probed, of_set in zip(sets, fits, strict=True)]
+        return np.array(self.gather(list(np.moveaxis(np.array(credit), 2, 0))), dtype=np.float64)
 
     def _compare_with_f(
         self,
@@ -364,7 +371,7 @@ class ProbeTask(PromptTask):
 
         probed = _Probed(features.states(answers, features.F_OF_S))
         fits = self._fit([probed], answers, train_labels, samples)
-        reference = float(self._accuracies([probed], fits, test_labels).mean())
+        reference = float(self._credit([probed], fits, test_labels).mean())
         share = share_of_gain(accuracy, reference, self._report["majority_rate"])
         return {"f_accuracy": reference, "share_of_f_gain": share.value, "share_of_f_gain_reason": share.reason}
 
@@ -383,12 +390,15 @@ class ProbeTask(PromptTask):
             )
             return {"affine_fit_of_f": _plain(asdict(fit))}
         if self.FEATURES == "class_words":
-            coefficients = theory.natural_coefficients(
-                np.exp(probed.features.make_train()),
-                train_labels,
-                len(self.classes),
-                held_out=(np.exp(probed.features.make_test()), test_labels),
-            )
+            try:
+                coefficients = theory.natural_coefficients(
+                    np.exp(probed.features.make_train()[:MOST_ROWS]),
+                    train_labels[:MOST_ROWS],
+                    len(self.classes),
+                    held_out=(np.exp(probed.features.make_test()), test_labels),
+                )
+            except ValueError as err:  # words of which one begins the other have no disjoint probabilities
+                return {"natural_coefficients": {"reason": str(err)}}
             return {"natural_coefficients": _plain(asdict(coefficients))}
         return {}
 
@@ -405,14 +415,20 @@ class ProbeTask(PromptTask):
     @staticmethod
     def summarise_run(tasks: Sequence[Any]) -> dict[str, Any]:
         """What the probes of a run say together, for the results JSON; see `engine.attach`."""
-        reports = [(str(task.config.dataset_path), task._report) for task in tasks if isinstance(task, ProbeTask)]
+        reports = [
+            ("/".join(filter(None, (task.config.dataset_path, task.config.dataset_name))), task._report)
+            for task in tasks
+            if isinstance(task, ProbeTask)
+        ]
         rows = table.feature_rows(reports)
         return {"features": rows} if rows else {}
 
     def _metric_items(self, log_probabilities: np.ndarray, labels: np.ndarray) -> dict[str, Sequence[Any]]:
         """One item a document for each metric, for log-probabilities (documents, prompts, seeds, classes); see the class."""
         predicted = log_probabilities.argmax(axis=3)
-        credit = (predicted == labels[:, np.newaxis, np.newaxis]).mean(axis=2)
+        best = log_probabilities == log_probabilities.max(axis=3, keepdims=True)
+        right = np.take_along_axis(best, labels[:, np.newaxis, np.newaxis, np.newaxis], axis=3)[..., 0]
+        credit = (right / best.sum(axis=3)).mean(axis=2)
         by_seed = [metrics.ensemble_accuracies(of_seed, labels) for of_seed in log_probabilities.transpose(2, 1, 0, 3)]
         ensembles = {name: np.mean([of_seed[name] for of_seed in by_seed], axis=0) for name in metrics.ENSEMBLES}
         runs = np.exp(log_probabilities).reshape(len(labels), -1, log_probabilities.shape[3])
@@ -483,9 +499,9 @@ class _Probed:
         """Of the classes, float64 of shape (n, K)."""
         return fit.log_probabilities(self.features.make_test())
 
-    def hits(self, fit: ProbeFit, labels: np.ndarray) -> np.ndarray:
-        """Whether the class of each evaluated document is predicted, bool of shape (n,)."""
-        return np.asarray(fit.predict(self.features.make_test()) == labels)
+    def credit(self, fit: ProbeFit, labels: np.ndarray) -> np.ndarray:
+        """Tie-aware accuracy of each evaluated document, shape (n,)."""
+        return scores.tie_aware_accuracy(self.log_probabilities(fit), labels).values
 
 
 def _best_layer(fits: Sequence[Sequence[ProbeFit]], seed: int) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -132,7 +134,7 @@ def test_batches_hold_every_tree_once_and_keep_their_limits(sizes, max_rows, max
     for batch in batches:
         assert max_rows is None or len(batch) <= max_rows
         assert len(batch) == 1 or len(batch) * batch[0].num_tokens <= max_tokens
-        assert all(first.num_tokens >= second.num_tokens for first, second in zip(batch, batch[1:], strict=False))
+        assert all(first.num_tokens >= second.num_tokens for first, second in itertools.pairwise(batch))
         assert len({len(tree.sequences) > 1 for tree in batch}) == 1
 
 

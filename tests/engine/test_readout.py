@@ -62,13 +62,10 @@ def test_random_projections_are_orthonormal_and_the_same_in_every_run() -> None:
     assert torch.equal(second.readout._random_matrix(), matrix)
 
 
-def test_moments_and_probabilities_stream() -> None:
+def test_variances_and_probabilities_stream() -> None:
     engine, states, probabilities = engine_and_states(tiny_model("llama"))
-    moments = engine.readout.moments(states)
-    np.testing.assert_allclose(moments.mean, probabilities.double().mean(0).numpy(), rtol=1e-4, atol=1e-9)
-    np.testing.assert_allclose(
-        moments.variance, probabilities.double().var(0, unbiased=False).numpy(), rtol=1e-3, atol=1e-9
-    )
+    expected = probabilities.double().var(0, unbiased=False).numpy()
+    np.testing.assert_allclose(engine.readout.variances(states), expected, rtol=1e-3, atol=1e-9)
     chosen = [5, 0, 319]
     np.testing.assert_allclose(
         engine.readout.probabilities(states, chosen), probabilities[:, chosen], rtol=1e-4, atol=1e-8
@@ -134,3 +131,31 @@ def test_states_of_whole_texts_are_those_of_every_prefix() -> None:
         for length in range(1, len(row) + 1):
             alone = engine.states([Tree((0,), length)], [row[:length]], []).vectors[Feature()][0]
             torch.testing.assert_close(states[length - 1], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_embedding_of_a_head_that_is_offloaded(tmp_path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    expected = tiny_model("llama").lm_head.weight.detach()
+    model = tiny_model("llama")
+    accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    engine = LastStateModel(model, device=torch.device("cpu"))
+    torch.testing.assert_close(engine.readout.output_embedding(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_wrapped_head_keeps_its_wrapper() -> None:
+    """accelerate's `device_map` puts a forward of its own into the instance."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    calls: list[int] = []
+    original = model.lm_head.forward
+
+    def wrapper(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return original(hidden)
+
+    model.lm_head.forward = wrapper
+    engine, states, _ = engine_and_states(model)
+    before = len(calls)
+    logits = engine.readout.logits(states)
+    assert len(calls) == before
+    assert model.lm_head.forward is wrapper
+    torch.testing.assert_close(logits, states.float() @ model.lm_head.weight.detach().float().T, atol=1e-4, rtol=1e-4)

@@ -66,6 +66,18 @@ def test_many_small_writes_become_one_shard(tmp_path: Path, monkeypatch: pytest.
     assert np.array_equal(open_store(tmp_path).get(F, KEYS)[1], STATES)
 
 
+def test_shards_are_merged_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "FLUSH_SECONDS", 0.0)
+    store = open_store(tmp_path)
+    for key, state in zip(KEYS, STATES, strict=True):
+        store.add(F, [key], state[np.newaxis])
+    one = shards(tmp_path)[0].stat().st_size
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 2 * one)
+    store.close()
+    assert len(shards(tmp_path)) == 3
+    assert np.array_equal(open_store(tmp_path).get(F, KEYS)[1], STATES)
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 

@@ -117,7 +117,8 @@ def test_conditional_means(any_lm: Any, distributions: dict[str, np.ndarray]) ->
 def test_random_projections(any_lm: Any, distributions: dict[str, np.ndarray]) -> None:
     _, (made,) = run(any_lm, "probe_random")
     shape = output_embedding(any_lm).shape
-    matrix = torch.linalg.qr(torch.randn(shape, generator=torch.Generator().manual_seed(0))).Q.double().numpy()
+    orthonormal, triangle = torch.linalg.qr(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    matrix = (orthonormal * triangle.diagonal().sign()).double().numpy()
     assert matrix.T @ matrix == pytest.approx(np.eye(shape[1]), abs=1e-5)
     compare(made, lambda split: distributions[split] @ matrix)
 
@@ -160,7 +161,8 @@ def test_plug_in_quad(any_lm: Any, distributions: dict[str, np.ndarray], ridge: 
     compare(made, lambda split: np.linalg.solve(regular, embedding.T @ distributions[split].T).T)
     assert told["gram_rank"] == len(gram)
     assert told["gram_condition_number"] == pytest.approx(np.linalg.cond(gram), rel=1e-6)
-    assert told["notes"] == []
+    has_bias = any_lm.model.get_output_embeddings().bias is not None
+    assert told["notes"] == ["The output embedding has a bias: it is part of p_f, and no part of Φ."] * has_bias
 
 
 def test_the_reference_of_every_kind_is_the_probe_on_f(any_lm: Any, world: World) -> None:
@@ -447,6 +449,40 @@ def test_seeds_draw_samples_for_every_kind_alike(lm: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"layer": "all"}, {"layer": 1}, {"pooling": "mean"}])
-def test_other_kinds_have_no_layers(kind: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{kind}_films: its features come from f\(s\).*probe_films"):
-        feature_probe(kind, options, metadata=of_words())
+def test_other_kinds_have_no_layers(kind: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """One --metadata serves all tasks of a command, so a sweep over layers must not stop the others."""
+    caplog.set_level("INFO")
+    task = feature_probe(kind, options, metadata=of_words())
+    assert f"{kind}_films: its features come from f(s)" in caplog.text
+    assert (task.options.layer, task.options.pooling) == ("last", "last")
+
+
+def test_a_sweep_over_layers_beside_other_kinds(lm: Any, world: World) -> None:
+    tasks = [feature_probe(kind, {"layer": "all"}, metadata=of_words()) for kind in ("probe", "probe_cmean")]
+    results = evaluate(lm, *tasks)
+    assert len(told_of(results, "probe")["layers"]) == 3
+    alone = evaluate(lm, feature_probe("probe", metadata=of_words()))
+    assert told_of(results, "probe_cmean")["f_accuracy"] == alone["results"]["probe_films"]["acc,none"]
+
+
+def test_a_bias_of_the_output_embedding_is_noted(world: World) -> None:
+    with_bias = hf_model(biased())
+    for lm, expected in ((with_bias, 1), (hf_model(), 0)):
+        assert len(told_of(run(lm, "probe_cmean")[0], "probe_cmean")["feature_notes"]) == expected
+        assert len(told_of(run(lm, "quad")[0], "quad")["quad"]["notes"]) == expected
+    assert "no part of Φ" in told_of(run(with_bias, "quad")[0], "quad")["quad"]["notes"][0]
+
+
+def test_a_head_without_an_embedding_stops_before_the_pass(world: World) -> None:
+    model = tiny_model("llama")
+
+    class Curved(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden).square()
+
+    model.set_output_embeddings(Curved(32, 320))
+    passes: list[int] = []
+    model.model.register_forward_pre_hook(lambda *args: passes.append(1))
+    with pytest.raises(TypeError, match="not affine"):
+        run(hf_model(model), "quad", metadata={"quad": {"head": "linear"}})
+    assert not passes
