@@ -468,7 +468,7 @@ class SubsetWordsProbe(ProbeTask):
 
 
 class ProbabilitiesProbe(ProbeTask):
-    """A probe on p_f of all words."""
+    """A probe on p_f of all words but those that hardly vary; see `features.VARIANCE_LEFT_OUT`."""
 
     FEATURES = "probabilities"
 
