@@ -11,18 +11,21 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from harness_ext.contracts import CONDITIONAL_MEAN, RANDOM_PROJECTION, Feature, FeatureSource, PromptStates
+from harness_ext.contracts import CONDITIONAL_MEAN, RANDOM_PROJECTION, Feature, FeatureSource, PromptStates, TokenStates
 from harness_ext.tasks.options import QuadOptions
 
 __all__ = ["CONDITIONAL_MEANS", "F_OF_S", "KINDS", "Answers", "FeatureKind", "FeatureSet", "states"]
 
 TEXTS_AT_ONCE = 64
+
+MOST_TEXT_TOKENS = 2**19
+"""Tokens that Quad heads of kind mlp and block are trained on at most: all their states are held, 1.2 GB at d = 576."""
 
 logger = logging.getLogger("lm_eval.harness_ext.tasks")
 
@@ -218,13 +221,15 @@ def _learned_quad(answers: Answers, options: QuadOptions) -> FeatureSet:
     from harness_ext.engine.quad_head import train_quad_head
 
     source = answers.source
+    texts = source.text_states(answers.train_texts)
     head = train_quad_head(
         options.head,
-        source.text_states(answers.train_texts),
+        texts if options.head == "linear" else _first_tokens(texts, MOST_TEXT_TOKENS),
         source.output_embedding(),
         seed=options.seed,
         epochs=options.epochs,
         device=source.device,
+        show_progress=True,
     )
 
     def features(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
@@ -238,6 +243,15 @@ def _learned_quad(answers: Answers, options: QuadOptions) -> FeatureSet:
     test = features(answers.test_rows, answers.test_texts)
     report = asdict(head.report) | {"validation_loss": head.report.validation_loss, "notes": _notes(answers)}
     return FeatureSet(f"quad {options}", lambda: train, lambda: test, report={"quad": report})
+
+
+def _first_tokens(texts: Iterable[TokenStates], budget: int) -> Iterator[TokenStates]:
+    """Yield texts until they have so many tokens."""
+    for text in texts:
+        yield text
+        budget -= len(text.token_ids)
+        if budget <= 0:
+            return
 
 
 KINDS: dict[str, FeatureKind] = {

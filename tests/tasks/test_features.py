@@ -15,6 +15,7 @@ from oracles import continuation_log_prob, last_state, next_token_probabilities
 from tiny import tiny_model, tiny_tokenizer
 from worlds import FEATURE_PROBES, World, evaluate, feature_probe, hf_model, natural, probe, report, reviews, samples
 
+from harness_ext.contracts import TokenStates
 from harness_ext.tasks import features
 from harness_ext.tasks.features import FeatureSet
 
@@ -486,3 +487,10 @@ def test_a_head_without_an_embedding_stops_before_the_pass(world: World) -> None
     with pytest.raises(TypeError, match="not affine"):
         run(hf_model(model), "quad", metadata={"quad": {"head": "linear"}})
     assert not passes
+
+
+def test_heads_are_trained_on_a_bounded_number_of_tokens() -> None:
+    texts = [TokenStates(np.zeros(length, dtype=np.int64), np.zeros((length, 2))) for length in (3, 4, 5, 6)]
+    assert list(features._first_tokens(texts, 7)) == texts[:2]
+    assert list(features._first_tokens(texts, 8)) == texts[:3]
+    assert list(features._first_tokens(texts, 100)) == texts
