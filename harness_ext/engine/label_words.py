@@ -6,38 +6,28 @@ each class those of highest zero-shot accuracy on the same documents are kept. T
 a causal model's vocabulary, in place of a masked model's; and where all assignments are too many the search goes class by
 class, in place of a smaller k.
 
-Each step streams over the vocabulary: what is kept is one row of V numbers a class and the columns of the candidates, never
-the (n, V) log-probabilities.
+Nothing here sees a model: the means over a class come from `engine.readout.Readout.class_means` and the candidates'
+log-probabilities from `Readout.read`, which stream over the documents and never hold (n, V) of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 __all__ = [
     "Assignment",
     "WordSearch",
-    "class_means",
-    "log_prob_columns",
     "search_words",
     "token_texts",
     "top_tokens",
     "whole_words",
 ]
-
-Readout = Callable[[Tensor], Tensor]
-"""f(s) of shape (n, d) -> logits of shape (n, V), float32, such as `engine.readout.Readout.logits`."""
-
-READOUT_VALUES = 2**24
-"""Logits held at once: 64 MiB in float32, 341 states of a vocabulary of 49,152."""
 
 MAX_COMPARISONS = 10**9
 """Scores compared in a search of all assignments: eight seconds on one core. Beyond, it goes class by class."""
@@ -94,64 +84,6 @@ def whole_words(
     }
 
 
-# ------------------------------------------------------------------------------------------------- streamed readout
-
-
-def class_means(readout: Readout, states: Tensor, labels: ArrayLike, num_classes: int) -> NDArray[np.float64]:
-    """Mean of log p_f(w|s) over the prompts of each class, for every token w.
-
-    The mean of log-probabilities is that of the logits minus that of the log-partition function, so that no table of
-    log-probabilities is made.
-
-    Args:
-        readout: The model's output embedding.
-        states: f(s), shape (n, d).
-        labels: Classes, integers in 0..K-1, shape (n,).
-        num_classes: K.
-
-    Returns:
-        Shape (K, V), in nats; -inf for tokens that the model rules out after a prompt of the class.
-
-    Raises:
-        ValueError: If a class has no prompt.
-    """
-    gold = np.asarray(labels)
-    counts = np.bincount(gold, minlength=num_classes)
-    if not counts.all():
-        raise ValueError(f"No document of class {int(counts.argmin())} among {len(gold)}. Take more documents.")
-    sums: Tensor | None = None
-    for start, logits in _chunks(readout, states):
-        classes = torch.from_numpy(gold[start : start + len(logits)]).to(logits.device)
-        if sums is None:
-            sums = torch.zeros(num_classes, logits.shape[1], dtype=torch.float64)
-        partition = torch.logsumexp(logits, dim=-1)
-        for label in classes.unique().tolist():
-            rows = classes == label
-            # Within a chunk a float32 sum of a few hundred terms is exact to 1e-5; chunks add up in float64.
-            sums[label] += (logits[rows].sum(0) - partition[rows].sum()).cpu().double()
-    assert sums is not None
-    means: NDArray[np.float64] = sums.numpy() / counts[:, np.newaxis]
-    return means
-
-
-def log_prob_columns(readout: Readout, states: Tensor, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Return log p_f(w|s) of the chosen tokens, shape (n, len(tokens)), in nats."""
-    columns = []
-    for _, logits in _chunks(readout, states):
-        chosen = logits[:, torch.tensor(tokens, dtype=torch.long, device=logits.device)]
-        columns.append((chosen - torch.logsumexp(logits, dim=-1, keepdim=True)).cpu().double().numpy())
-    return np.concatenate(columns)
-
-
-def _chunks(readout: Readout, states: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield logits of a few states at a time, each with the position of its first one."""
-    if not len(states):
-        raise ValueError("No states to read out; expected at least one document.")
-    rows = max(1, READOUT_VALUES // readout(states[:1]).shape[1])
-    for start in range(0, len(states), rows):
-        yield start, readout(states[start : start + rows]).float()
-
-
 # ------------------------------------------------------------------------------------------------- the search
 
 
@@ -184,7 +116,7 @@ def top_tokens(means: ArrayLike, tokens: Sequence[int], count: int) -> NDArray[n
     """Return for each class the `count` tokens of highest score among `tokens`, best first; lower ids win ties.
 
     Args:
-        means: Scores of all tokens, shape (K, V); see `class_means`.
+        means: Scores of all tokens, shape (K, V), such as `engine.readout.Readout.class_means`.
         tokens: Token ids that may be chosen.
         count: How many; all of `tokens` where there are fewer.
 

@@ -139,6 +139,36 @@ class Readout:
             result[rows] = chosen.sub_(log_partition).exp_().cpu().numpy()
         return result
 
+    @torch.inference_mode()
+    def class_means(self, states: Tensor, labels: np.ndarray, num_classes: int) -> np.ndarray:
+        """Return the mean of log p_f(w|s) over the states of each class, for every token w.
+
+        Args:
+            states: f(s) of shape (n, d).
+            labels: Classes, integers in 0..K-1, shape (n,).
+            num_classes: K.
+
+        Returns:
+            float64 of shape (K, V), in nats; -inf for tokens that the model rules out after a state of the class.
+
+        Raises:
+            ValueError: If a class has no state.
+        """
+        counts = np.bincount(labels, minlength=num_classes)
+        if not counts.all():
+            raise ValueError(f"No document of class {int(counts.argmin())} among {len(labels)}. Take more documents.")
+        sums: Tensor | None = None
+        for rows, logits, log_partition in self._chunks(states):
+            if sums is None:
+                sums = torch.zeros(num_classes, logits.shape[1], dtype=torch.float64)
+            for label in np.unique(labels[rows]):
+                members = torch.from_numpy(np.flatnonzero(labels[rows] == label)).to(logits.device)
+                # The mean of log-probabilities is that of the logits minus that of the log-partition: no table of them is made.
+                # Within a chunk a float32 sum of a few hundred terms is exact to 1e-5; chunks add up in float64.
+                sums[label] += (logits[members].sum(0) - log_partition[members].sum()).cpu().double()
+        assert sums is not None, "every class has a state"
+        return np.asarray(sums.numpy() / counts[:, np.newaxis])
+
     def _chunks(self, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield rows, their logits (a tensor that may be changed, in inference mode) and log-partition (rows, 1)."""
         size = max(1, CHUNK_VALUES // int(self._model.config.get_text_config().vocab_size))

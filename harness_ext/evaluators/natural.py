@@ -25,6 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import logsumexp
 
+from harness_ext.evaluators import _checks
+
 __all__ = [
     "centred_scores",
     "class_log_scores",
@@ -51,26 +53,16 @@ def class_log_scores(log_probs: ArrayLike, class_of_word: ArrayLike, num_classes
         ValueError: If shapes do not fit, a class has no word, a word has no such class, or a log-probability is NaN or
             +inf.
     """
-    values = _matrix(log_probs, "log_probs")
-    owners = np.asarray(class_of_word)
-    if owners.shape != (values.shape[1],):
-        raise ValueError(
-            f"class_of_word has shape {owners.shape}; expected one class for each of the {values.shape[1]} columns of "
-            "log_probs."
-        )
-    if not np.issubdtype(owners.dtype, np.integer):
-        raise ValueError(f"class_of_word has dtype {owners.dtype}; expected integers in 0..{num_classes - 1}.")
-    if owners.size and not (owners.min() >= 0 and owners.max() < num_classes):
-        word = int(np.flatnonzero((owners < 0) | (owners >= num_classes))[0])
-        raise ValueError(f"class_of_word[{word}] is {owners[word]}; expected a class in 0..{num_classes - 1}.")
+    values = _checks.log_scores(log_probs, "log_probs")
+    owners = _checks.class_labels(
+        class_of_word, "class_of_word", num_classes, values.shape[1], each="column of log_probs"
+    )
     missing = np.setdiff1d(np.arange(num_classes), owners)
     if missing.size:
         raise ValueError(
             f"Class {missing[0]} has no label word; give at least one word to each of {num_classes} classes."
         )
-    if np.isposinf(values).any():
-        row, column = np.argwhere(np.isposinf(values))[0]
-        raise ValueError(f"log_probs[{row}, {column}] is +inf; expected the logarithm of a probability.")
+    _checks.refuse(np.isposinf(values), values, "log_probs", "the logarithm of a probability.")
     return np.stack([logsumexp(values[:, owners == label], axis=1) for label in range(num_classes)], axis=1)
 
 
@@ -87,10 +79,8 @@ def class_probabilities(scores: ArrayLike) -> NDArray[np.float64]:
     Raises:
         ValueError: If a score is NaN or +inf.
     """
-    values = _matrix(scores, "scores")
-    if np.isposinf(values).any():
-        row, column = np.argwhere(np.isposinf(values))[0]
-        raise ValueError(f"scores[{row}, {column}] is +inf; expected a log-score.")
+    values = _checks.log_scores(scores, "scores")
+    _refuse_nan_and_inf(values, "scores")
     top = values.max(axis=1, keepdims=True)
     shifted = np.where(np.isneginf(top), 0.0, values - np.where(np.isneginf(top), 0.0, top))
     weights = np.exp(shifted)
@@ -114,19 +104,15 @@ def pmi_scores(scores: ArrayLike, premise_scores: ArrayLike) -> NDArray[np.float
         ValueError: If shapes do not fit, a score is NaN, or a premise score is infinite: a class to which the premise
             gives probability zero has no PMI.
     """
-    values = _matrix(scores, "scores")
+    values = _checks.log_scores(scores, "scores")
     premise = np.asarray(premise_scores, dtype=np.float64)
     if premise.shape not in {(values.shape[1],), values.shape}:
         raise ValueError(
             f"premise_scores has shape {premise.shape}; expected {(values.shape[1],)} for one premise or "
             f"{values.shape} for one per document."
         )
-    if not np.isfinite(premise).all():
-        position = tuple(int(index) for index in np.argwhere(~np.isfinite(premise))[0])
-        raise ValueError(
-            f"premise_scores{list(position)} is {premise[position]}; expected finite numbers. Choose a premise "
-            "after which every label word is possible."
-        )
+    advice = "Choose a premise after which every label word is possible."
+    _checks.refuse(~np.isfinite(premise), premise, "premise_scores", f"finite numbers. {advice}")
     return values - premise
 
 
@@ -152,7 +138,7 @@ def context_scores(scores: ArrayLike, content_free_scores: ArrayLike) -> NDArray
         ValueError: If shapes do not fit, there is no content-free input, a score is NaN or +inf, an input has -inf for
             every class (it has no class probabilities), or a class has p_cf = 0.
     """
-    values = _matrix(scores, "scores")
+    values = _checks.log_scores(scores, "scores")
     _refuse_nan_and_inf(values, "scores")
     inputs = np.asarray(content_free_scores, dtype=np.float64)
     num_documents, num_classes = values.shape
@@ -245,13 +231,11 @@ def centred_scores(scores: ArrayLike) -> NDArray[np.float64]:
     Raises:
         ValueError: If there is no document, a score is NaN or +inf, or a class has no finite score at all.
     """
-    values = _matrix(scores, "scores")
+    values = _checks.log_scores(scores, "scores")
     if not len(values):
         raise ValueError("scores has no rows; centring needs at least one document.")
     finite = np.isfinite(values)
-    if np.isposinf(values).any():
-        row, column = np.argwhere(np.isposinf(values))[0]
-        raise ValueError(f"scores[{row}, {column}] is +inf; expected a log-score.")
+    _refuse_nan_and_inf(values, "scores")
     counts = finite.sum(axis=0)
     if not counts.all():
         label = int(np.flatnonzero(counts == 0)[0])
@@ -268,21 +252,4 @@ def _class_log_probabilities(scores: NDArray[np.float64]) -> NDArray[np.float64]
 
 
 def _refuse_nan_and_inf(scores: NDArray[np.float64], name: str) -> None:
-    bad = np.isnan(scores) | np.isposinf(scores)
-    if bad.any():
-        position = np.argwhere(bad)[0].tolist()
-        found = "NaN" if np.isnan(scores[tuple(position)]) else "+inf"
-        raise ValueError(f"{name}{position} is {found}; expected a log-score.")
-
-
-def _matrix(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    """Return float64 of shape (n, K) without NaN, or say where it is not."""
-    matrix = np.asarray(values, dtype=np.float64)
-    if matrix.ndim != 2:
-        raise ValueError(f"{name} has shape {matrix.shape}; expected two dimensions, (documents, columns).")
-    if np.isnan(matrix).any():
-        row, column = np.argwhere(np.isnan(matrix))[0]
-        raise ValueError(
-            f"{name}[{row}, {column}] is NaN; expected a number. Look for NaN in the model's output first."
-        )
-    return matrix
+    _checks.refuse(np.isnan(scores) | np.isposinf(scores), scores, name, "a log-score.")

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_softmax
 from sklearn.model_selection import StratifiedKFold
 
-from harness_ext.evaluators import _solvers
+from harness_ext.evaluators import _checks, _solvers
 
 __all__ = ["DEFAULT_C_GRID", "ProbeFit", "fit_probe", "fit_probes"]
 
@@ -430,9 +430,7 @@ def _final_fit(
 
 def _features(features: ArrayLike, name: str = "features", num_rows: int | None = None) -> NDArray[np.floating[Any]]:
     """Return finite float32 or float64 of shape (n, d), or say where it is not; `num_rows` is n where it is known."""
-    values = np.asarray(features)
-    if values.ndim != 2 or not values.shape[1]:
-        raise ValueError(f"{name} has shape {values.shape}; expected (documents, dimensions).")
+    values = _checks.matrix(features, name, axes=("documents", "dimensions"), may_be_empty=True)
     if num_rows is not None and len(values) != num_rows:
         raise ValueError(
             f"{name} has {len(values)} rows; expected {num_rows}, one for each label. Every set needs the same documents."
@@ -456,37 +454,23 @@ def _features(features: ArrayLike, name: str = "features", num_rows: int | None 
 
 def _targets(labels: ArrayLike, num_classes: int, num_rows: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return labels (n,) and class counts (K,), or say which label or class is wrong; `num_rows` is n if known."""
-    values = np.asarray(labels)
     if num_classes < 2:
         raise ValueError(f"num_classes is {num_classes}; a probe needs at least two classes to tell apart.")
-    if num_rows is None and values.ndim == 1:
-        num_rows = len(values)
-    if values.shape != (num_rows,):
-        expected = "n" if num_rows is None else num_rows
-        raise ValueError(
-            f"labels has shape {values.shape}; expected ({expected},), one label for each row of features."
-        )
-    if not num_rows:
+    advice = "A label of -1 marks a split whose labels are hidden: train on another split."
+    values = _checks.class_labels(labels, "labels", num_classes, num_rows, each="row of features", advice=advice)
+    if not len(values):
         raise ValueError("There are no training rows; expected at least one of each class.")
-    if not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"labels has dtype {values.dtype}; expected integers in 0..{num_classes - 1}.")
-    outside = np.flatnonzero((values < 0) | (values >= num_classes))
-    if outside.size:
-        raise ValueError(
-            f"labels[{outside[0]}] is {values[outside[0]]}, and {outside.size} of {num_rows} labels are outside "
-            f"0..{num_classes - 1}. A label of -1 marks a split whose labels are hidden: train on another split."
-        )
     counts = np.bincount(values, minlength=num_classes).astype(np.int64)
     present = np.flatnonzero(counts)
     if len(present) == 1:
-        raise ValueError(f"All {num_rows} training labels are class {present[0]}; expected {num_classes} classes.")
+        raise ValueError(f"All {len(values)} training labels are class {present[0]}; expected {num_classes} classes.")
     if len(present) < num_classes:
         missing = np.flatnonzero(counts == 0)
         raise ValueError(
             f"No training row has class {', '.join(map(str, missing))}; expected every class of 0..{num_classes - 1}. "
             "Use more training rows, or draw them by class."
         )
-    return values.astype(np.int64), counts
+    return values, counts
 
 
 def _options(

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from harness_ext.evaluators import _checks
+
 __all__ = [
     "Interval",
     "Statistic",
@@ -93,13 +95,8 @@ def tie_aware_accuracy(scores: ArrayLike, labels: ArrayLike) -> TieAwareAccuracy
     Raises:
         ValueError: If a score is NaN, shapes do not fit, or a label is outside 0..K-1.
     """
-    values = np.asarray(scores, dtype=np.float64)
-    if values.ndim != 2:
-        raise ValueError(f"scores has shape {values.shape}; expected (documents, classes).")
-    if np.isnan(values).any():
-        row, column = np.argwhere(np.isnan(values))[0]
-        raise ValueError(f"scores[{row}, {column}] is NaN; a NaN score can neither win nor lose.")
-    gold = _labels(labels, "labels", values.shape[1], len(values))
+    values = _checks.log_scores(scores, "scores")
+    gold = _checks.class_labels(labels, "labels", values.shape[1], len(values))
     best = values == values.max(axis=1, keepdims=True)
     num_best = best.sum(axis=1)
     return TieAwareAccuracy(values=best[np.arange(len(gold)), gold] / num_best, num_tied=int((num_best > 1).sum()))
@@ -120,7 +117,7 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> NDArray[np.float64]:
             0..K-1.
     """
     values = _distributions(probabilities)
-    gold = _labels(labels, "labels", values.shape[1], len(values))
+    gold = _checks.class_labels(labels, "labels", values.shape[1], len(values))
     gap = values.copy()
     gap[np.arange(len(gold)), gold] -= 1
     return np.square(gap).sum(axis=1)
@@ -206,7 +203,7 @@ def majority_rate(labels: ArrayLike, num_classes: int) -> float:
     Raises:
         ValueError: If there is no document or a label is outside 0..K-1.
     """
-    gold = _labels(labels, "labels", num_classes, None)
+    gold = _checks.class_labels(labels, "labels", num_classes, None)
     if not gold.size:
         raise ValueError("labels is empty; the majority rate needs at least one document.")
     return float(np.bincount(gold).max() / gold.size)
@@ -233,8 +230,8 @@ def at_or_below_majority(accuracy: float, labels: ArrayLike, num_classes: int) -
 
 def confusion_matrix(labels: ArrayLike, predictions: ArrayLike, num_classes: int) -> NDArray[np.int64]:
     """Count documents by gold class (rows) and predicted class (columns), shape (K, K)."""
-    gold = _labels(labels, "labels", num_classes, None)
-    predicted = _labels(predictions, "predictions", num_classes, len(gold))
+    gold = _checks.class_labels(labels, "labels", num_classes, None)
+    predicted = _checks.class_labels(predictions, "predictions", num_classes, len(gold))
     counts = np.bincount(gold * num_classes + predicted, minlength=num_classes**2)
     return counts.reshape(num_classes, num_classes).astype(np.int64)
 
@@ -316,9 +313,7 @@ def bootstrap_interval(
         raise ValueError(
             f"documents has shape {rows.shape}; expected (documents, numbers), with at least 2 documents to resample."
         )
-    if not np.isfinite(rows).all():
-        row, column = np.argwhere(~np.isfinite(rows))[0]
-        raise ValueError(f"documents[{row}, {column}] is {rows[row, column]}; expected finite numbers.")
+    _checks.refuse(~np.isfinite(rows), rows, "documents", "finite numbers.")
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; expected a coverage between 0 and 1, such as 0.95.")
     # Rounded, for 2 / (1 - 0.9) is 20.000000000000004.
@@ -465,10 +460,12 @@ def _macro_f1_of_counts(counts: NDArray[Any]) -> NDArray[np.float64]:
 
 def _pairs(labels: ArrayLike, predictions: ArrayLike, num_classes: int) -> NDArray[np.int64]:
     """Gold class and that predicted by each run, shape (n, 1 + R)."""
-    gold = _labels(labels, "labels", num_classes, None)
+    gold = _checks.class_labels(labels, "labels", num_classes, None)
     of_runs = np.asarray(predictions)
     columns = of_runs.T if of_runs.ndim == 2 else [of_runs]
-    return np.column_stack([gold, *(_labels(run, "predictions", num_classes, len(gold)) for run in columns)])
+    return np.column_stack(
+        [gold, *(_checks.class_labels(run, "predictions", num_classes, len(gold)) for run in columns)]
+    )
 
 
 def _credit_and_labels(
@@ -478,10 +475,8 @@ def _credit_and_labels(
     credit = np.asarray(values, dtype=np.float64)
     if credit.ndim != 1 or not credit.size:
         raise ValueError(f"values has shape {credit.shape}; expected (documents,), with at least one document.")
-    outside = np.flatnonzero(~((credit >= 0) & (credit <= 1)))
-    if outside.size:
-        raise ValueError(f"values[{outside[0]}] is {credit[outside[0]]}; expected an accuracy in [0, 1].")
-    return credit, _labels(labels, "labels", num_classes, len(credit))
+    _checks.refuse(~((credit >= 0) & (credit <= 1)), credit, "values", "an accuracy in [0, 1].")
+    return credit, _checks.class_labels(labels, "labels", num_classes, len(credit))
 
 
 def _by_occurring_class(values: ArrayLike, labels: ArrayLike, num_classes: int) -> list[NDArray[np.float64]]:
@@ -507,24 +502,10 @@ def _calibration_gaps(
 
 def _distributions(probabilities: ArrayLike) -> NDArray[np.float64]:
     """Return float64 of shape (n, K) whose rows are distributions, or say which one is not."""
-    values = np.asarray(probabilities, dtype=np.float64)
-    if values.ndim != 2:
-        raise ValueError(f"probabilities has shape {values.shape}; expected (documents, classes).")
+    given = _checks.matrix(probabilities, "probabilities", axes=("documents", "classes"), may_be_empty=True)
+    values = given.astype(np.float64, copy=False)
     proper = (values >= 0).all(axis=1) & (np.abs(values.sum(axis=1) - 1) <= 1e-6)
     if not proper.all():
         row = int(np.flatnonzero(~proper)[0])
         raise ValueError(f"probabilities[{row}] is {values[row]}; expected non-negative numbers that sum to 1.")
     return values
-
-
-def _labels(labels: ArrayLike, name: str, num_classes: int, count: int | None) -> NDArray[np.int64]:
-    """Return classes as int64 of shape (count,), or say which one is not a class."""
-    values = np.asarray(labels)
-    if values.ndim != 1 or (count is not None and len(values) != count):
-        raise ValueError(f"{name} has shape {values.shape}; expected ({'n' if count is None else count},).")
-    if values.size and not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {values.dtype}; expected integers in 0..{num_classes - 1}.")
-    outside = np.flatnonzero((values < 0) | (values >= num_classes))
-    if outside.size:
-        raise ValueError(f"{name}[{outside[0]}] is {values[outside[0]]}; expected a class in 0..{num_classes - 1}.")
-    return values.astype(np.int64)

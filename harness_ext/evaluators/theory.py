@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize
 from scipy.special import expit, log_softmax
 
+from harness_ext.evaluators import _checks
 from harness_ext.evaluators.scores import tie_aware_accuracy
 
 __all__ = [
@@ -45,9 +46,6 @@ _RIDGE = 1e-10
 
 _NOTABLE_FREE_R2 = 0.1
 """Expected R² of unrelated targets, d/(n - 1), from which a note is made."""
-
-_BLOCK_NUMBERS = 2**20
-"""float64 numbers of one block of rows (8 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +162,11 @@ def natural_coefficients(
     if not radii or not all(np.isfinite(radius) and radius >= 0 for radius in radii):
         raise ValueError(f"bounds is {tuple(bounds)}; expected at least one finite number >= 0.")
     inputs = _word_features(probabilities, "probabilities")
-    gold = _labels(labels, "labels", num_classes, len(inputs))
+    gold = _checks.class_labels(labels, "labels", num_classes, len(inputs))
     others: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
     if held_out is not None:
         other_inputs = _word_features(held_out[0], "held-out probabilities", num_words=inputs.shape[1] - 1)
-        others = other_inputs, _labels(held_out[1], "held-out labels", num_classes, len(other_inputs))
+        others = other_inputs, _checks.class_labels(held_out[1], "held-out labels", num_classes, len(other_inputs))
 
     scale = np.sqrt(np.square(inputs).mean(axis=0))
     scale = np.where(scale > 0, scale, 1.0)
@@ -225,25 +223,30 @@ def affine_fit(
         targets: Such as Φᵀp_f(·|s), shape (n, m).
         held_out: Features (n', d) and targets (n', m) of other rows to score the fit on.
         ridge: Added to the correlation matrix of the features, >= 0. The default keeps numerically dependent features from
-            spoiling the fit and changes no R² that can be seen; with 0 directions of rounding size are left out.
+            spoiling the fit; with 0 directions of rounding size are left out. It shows where rows are few and some direction
+            of the features has a standard deviation of 1e-5 of theirs or less: for 40 rows of 32 features with deviations
+            over six decades, `r2_train` was 0.977 in place of 0.984 and `r2_held_out` 0.65 in place of 0.45 (medians of 20
+            random draws); over three decades no R² moved by more than 0.0002.
 
     Raises:
         ValueError: If shapes do not fit, there are no rows, an entry is not finite, or `ridge` is negative.
     """
     if not (np.isfinite(ridge) and ridge >= 0):
         raise ValueError(f"ridge is {ridge}; expected a finite number >= 0.")
-    inputs = _matrix(features, "features")
-    outputs = _matrix(targets, "targets", count=len(inputs))
+    inputs = _checks.matrix(features, "features")
+    outputs = _checks.matrix(targets, "targets", rows=len(inputs))
     others: tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]] | None = None
     if held_out is not None:
-        other_inputs = _matrix(held_out[0], "held-out features", dim=inputs.shape[1])
-        other_outputs = _matrix(held_out[1], "held-out targets", dim=outputs.shape[1], count=len(other_inputs))
+        other_inputs = _checks.matrix(held_out[0], "held-out features", columns=inputs.shape[1])
+        other_outputs = _checks.matrix(
+            held_out[1], "held-out targets", rows=len(other_inputs), columns=outputs.shape[1]
+        )
         others = other_inputs, other_outputs
 
     num_rows, dim = inputs.shape
     input_mean, output_mean = _mean(inputs, "features"), _mean(outputs, "targets")
     second, cross, total = np.zeros((dim, dim)), np.zeros((dim, outputs.shape[1])), 0.0
-    for rows in _blocks(inputs, outputs):
+    for rows in _checks.row_blocks(inputs, outputs):
         x, y = inputs[rows] - input_mean, outputs[rows] - output_mean
         second += x.T @ x
         cross += x.T @ y
@@ -287,9 +290,9 @@ def affine_fit(
     r2_held_out: float | None = None
     if others is not None:
         residual, spread = 0.0, 0.0
-        for rows in _blocks(*others):
-            x = _finite(others[0], rows, "held-out features") - input_mean
-            y = _finite(others[1], rows, "held-out targets") - output_mean
+        for rows in _checks.row_blocks(*others):
+            x = _checks.finite_block(others[0], rows, "held-out features") - input_mean
+            y = _checks.finite_block(others[1], rows, "held-out targets") - output_mean
             error = y - x @ solution
             spread += float(np.vdot(y, y))
             residual += float(np.vdot(error, error))
@@ -388,19 +391,9 @@ def _cross_entropy(scores: NDArray[np.float64], labels: NDArray[np.int64]) -> fl
 
 def _word_features(probabilities: ArrayLike, name: str, *, num_words: int | None = None) -> NDArray[np.float64]:
     """Return (1 - Σ_w p(w), p(1), …, p(W)), or say which entry is no probability."""
-    values = np.asarray(probabilities, dtype=np.float64)
-    if values.ndim != 2 or not values.size or (num_words is not None and values.shape[1] != num_words):
-        raise ValueError(
-            f"{name} has shape {values.shape}; expected (rows, {'label words' if num_words is None else num_words}), none "
-            "of them zero."
-        )
+    values = _checks.matrix(probabilities, name, columns=num_words, axes=("rows", "label words")).astype(np.float64)
     proper = (values >= 0) & (values <= 1)
-    if not proper.all():
-        row, column = np.argwhere(~proper)[0]
-        raise ValueError(
-            f"{name}[{row}, {column}] is {values[row, column]}; expected a probability in [0, 1]. Take exp of "
-            "log-probabilities."
-        )
+    _checks.refuse(~proper, values, name, "a probability in [0, 1]. Take exp of log-probabilities.")
     total = values.sum(axis=1)
     # Half precision sums to 1 within about 1e-2.
     if total.max() > 1.01:
@@ -409,54 +402,9 @@ def _word_features(probabilities: ArrayLike, name: str, *, num_words: int | None
     return np.concatenate([np.maximum(1 - total, 0.0)[:, np.newaxis], values], axis=1)
 
 
-def _labels(labels: ArrayLike, name: str, num_classes: int, count: int) -> NDArray[np.int64]:
-    """Return classes as int64 of shape (count,), or say which one is not a class."""
-    values = np.asarray(labels)
-    if values.shape != (count,):
-        raise ValueError(f"{name} has shape {values.shape}; expected ({count},), one label for each row.")
-    if not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {values.dtype}; expected integers in 0..{num_classes - 1}.")
-    outside = np.flatnonzero((values < 0) | (values >= num_classes))
-    if outside.size:
-        raise ValueError(f"{name}[{outside[0]}] is {values[outside[0]]}; expected a class in 0..{num_classes - 1}.")
-    return values.astype(np.int64)
-
-
-def _matrix(
-    values: ArrayLike, name: str, *, dim: int | None = None, count: int | None = None
-) -> NDArray[np.floating[Any]]:
-    """Return a real matrix, uncopied where it is floating already, or say what its shape is."""
-    matrix = np.asarray(values)
-    fits = matrix.ndim == 2 and matrix.size and dim in {None, matrix.shape[1]} and count in {None, len(matrix)}
-    if not fits:
-        raise ValueError(
-            f"{name} has shape {matrix.shape}; expected ({'rows' if count is None else count}, "
-            f"{'columns' if dim is None else dim}), none of them zero."
-        )
-    return matrix if np.issubdtype(matrix.dtype, np.floating) else matrix.astype(np.float64)
-
-
-def _blocks(*matrices: NDArray[Any]) -> list[slice]:
-    """Slices of rows, each small enough to be copied to float64."""
-    step = max(1, _BLOCK_NUMBERS // max(matrix.shape[1] for matrix in matrices))
-    return [slice(start, start + step) for start in range(0, len(matrices[0]), step)]
-
-
-def _finite(matrix: NDArray[np.floating[Any]], rows: slice, name: str) -> NDArray[np.float64]:
-    """Return some rows in float64, or say which entry is not finite."""
-    block = matrix[rows].astype(np.float64)
-    if not np.isfinite(block).all():
-        row, column = np.argwhere(~np.isfinite(block))[0]
-        raise ValueError(
-            f"{name}[{rows.start + row}, {column}] is {block[row, column]}; expected finite numbers. float16 overflows "
-            "where bfloat16 does not."
-        )
-    return block
-
-
 def _mean(matrix: NDArray[np.floating[Any]], name: str) -> NDArray[np.float64]:
     """Return the column means in float64, or say which entry is not finite."""
     total = np.zeros(matrix.shape[1])
-    for rows in _blocks(matrix):
-        total += _finite(matrix, rows, name).sum(axis=0)
+    for rows in _checks.row_blocks(matrix):
+        total += _checks.finite_block(matrix, rows, name).sum(axis=0)
     return np.asarray(total / len(matrix))

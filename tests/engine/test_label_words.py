@@ -9,19 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model, tiny_tokenizer
+from tiny import SIZES, VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from harness_ext.engine import label_words as module
-from harness_ext.engine.label_words import (
-    class_means,
-    log_prob_columns,
-    search_words,
-    token_texts,
-    top_tokens,
-    whole_words,
-)
+from harness_ext.engine import readout as readout_module
+from harness_ext.engine.forward import LastStateModel
+from harness_ext.engine.label_words import search_words, token_texts, top_tokens, whole_words
 from harness_ext.engine.tokens import PromptEncoder
 from harness_ext.evaluators.scores import tie_aware_accuracy
 
@@ -140,65 +134,53 @@ def test_bad_arguments_of_the_search(change: dict[str, object], message: str) ->
         )
 
 
-# ------------------------------------------------------------------------------------------------- streamed readout
-
-HEAD = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+# ------------------------------------------------------------------------------------------------- the candidates
 
 
-def readout(states: torch.Tensor) -> torch.Tensor:
-    return states @ HEAD.T
-
-
-def sample(n: int, num_classes: int) -> tuple[torch.Tensor, np.ndarray]:
-    states = torch.randn(n, 8, generator=torch.Generator().manual_seed(1))
+def states_and_labels(n: int, num_classes: int) -> tuple[torch.Tensor, np.ndarray]:
+    states = 5 * torch.randn(n, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
     return states, np.arange(n) % num_classes
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("num_classes", [1, 2, 3])
-def test_means_and_columns_are_those_of_the_dense_table(
-    rows: int, num_classes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states, labels = sample(17, num_classes)
-    dense = readout(states).double().log_softmax(-1).numpy()
+def test_class_means_are_those_of_the_dense_table(rows: int, num_classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, labels = states_and_labels(17, num_classes)
+    readout = LastStateModel(tiny_model("gemma2"), device=torch.device("cpu")).readout
+    dense = readout.logits(states).double().log_softmax(-1).numpy()
     expected = np.stack([dense[labels == label].mean(axis=0) for label in range(num_classes)])
-    monkeypatch.setattr(module, "READOUT_VALUES", 50 * rows)
-    assert class_means(readout, states, labels, num_classes) == pytest.approx(expected, abs=1e-5)
-    assert log_prob_columns(readout, states, [7, 0, 49]) == pytest.approx(dense[:, [7, 0, 49]], abs=1e-5)
-
-
-def test_no_table_of_all_log_probabilities_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, labels = sample(40, 2)
     sizes: list[int] = []
+    logits = readout.logits
 
     def recording(chunk: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(chunk) * len(HEAD))
-        return readout(chunk)
+        sizes.append(len(chunk))
+        return logits(chunk)
 
-    monkeypatch.setattr(module, "READOUT_VALUES", 200)
-    class_means(recording, states, labels, 2)
-    log_prob_columns(recording, states, [1])
-    assert max(sizes) == 200
+    monkeypatch.setattr(readout_module, "CHUNK_VALUES", VOCABULARY * rows)
+    monkeypatch.setattr(readout, "logits", recording)
+    found = readout.class_means(states, labels, num_classes)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(sizes) == min(rows, 17)
+    assert sum(sizes) == 17
 
 
 def test_a_token_that_is_ruled_out_spoils_no_other() -> None:
     """The padding of a vocabulary may have logits of -inf."""
-    states, labels = sample(6, 2)
-
-    def padded(chunk: torch.Tensor) -> torch.Tensor:
-        return torch.cat([readout(chunk), torch.full((len(chunk), 1), -torch.inf)], dim=1)
-
-    means = class_means(padded, states, labels, 2)
-    assert means[:, :50] == pytest.approx(class_means(readout, states, labels, 2))
-    assert np.isneginf(means[:, 50]).all()
+    states, labels = states_and_labels(6, 2)
+    model = tiny_model("llama")
+    readout = LastStateModel(model, device=torch.device("cpu")).readout
+    dense = readout.logits(states)[:, :-1].double().log_softmax(-1).numpy()
+    model.lm_head.bias = torch.nn.Parameter(torch.tensor([0.0] * (VOCABULARY - 1) + [-torch.inf]))
+    means = readout.class_means(states, labels, 2)
+    assert means[:, :-1] == pytest.approx(np.stack([dense[labels == label].mean(axis=0) for label in (0, 1)]), abs=1e-5)
+    assert np.isneginf(means[:, -1]).all()
 
 
 def test_a_class_without_documents() -> None:
-    states, _ = sample(3, 1)
+    states, _ = states_and_labels(3, 1)
+    readout = LastStateModel(tiny_model("gpt2"), device=torch.device("cpu")).readout
     with pytest.raises(ValueError, match="No document of class 1 among 3"):
-        class_means(readout, states, [0, 0, 2], 3)
-    with pytest.raises(ValueError, match="at least one document"):
-        log_prob_columns(readout, states[:0], [0])
+        readout.class_means(states, np.array([0, 0, 2]), 3)
 
 
 def test_the_top_tokens_are_those_allowed_and_ties_go_to_the_lower_id() -> None:
@@ -297,7 +279,6 @@ def test_a_model_end_to_end() -> None:
     """States and readout of the engine: the suggested words are those of direct forwards."""
     from harness_ext.contracts import Feature, PromptRequest
     from harness_ext.engine.answer import answer_requests
-    from harness_ext.engine.forward import LastStateModel
 
     model, tokenizer = tiny_model("gpt2"), _CACHED["byte level"]
     engine = LastStateModel(model, device=torch.device("cpu"))
@@ -323,6 +304,7 @@ def test_a_model_end_to_end() -> None:
                 for text in texts
             ]
         )
-    means = class_means(engine.readout.logits, states, labels, 2)
+    means = engine.readout.class_means(states, labels, 2)
     assert means == pytest.approx(np.stack([dense[labels == label].mean(axis=0) for label in (0, 1)]), abs=1e-4)
-    assert log_prob_columns(engine.readout.logits, states, [3, 5]) == pytest.approx(dense[:, [3, 5]], abs=1e-4)
+    columns, _ = engine.readout.read(states, [[3, 5]] * len(states))
+    assert torch.stack(columns).numpy() == pytest.approx(dense[:, [3, 5]], abs=1e-4)

@@ -67,6 +67,15 @@ def loss_of(head: QuadHead, texts: list[TokenStates], phi: np.ndarray) -> float:
     return quad_loss(head.features_of_texts(prefixes), pairs(texts)[1], phi)
 
 
+def closed_form(states: np.ndarray, next_tokens: np.ndarray, phi: np.ndarray, *, ridge: float = 0.0) -> np.ndarray:
+    """(ΦᵀΦ)⁻¹ E[φ_w hᵀ] (E[h hᵀ] + λI)⁻¹ in float64, λ the ridge times the mean eigenvalue of E[h hᵀ]."""
+    wide, phi = states.astype(np.float64), phi.astype(np.float64)
+    cross = phi[next_tokens].T @ wide / len(wide)
+    second = wide.T @ wide / len(wide)
+    second += ridge * np.trace(second) / DIM * np.eye(DIM)
+    return np.linalg.inv(phi.T @ phi) @ cross @ np.linalg.inv(second)
+
+
 def test_the_linear_head_is_the_closed_form() -> None:
     rng = np.random.default_rng(0)
     phi, texts = embedding(rng), random_texts(rng, 400)
@@ -76,17 +85,15 @@ def test_the_linear_head_is_the_closed_form() -> None:
     states, next_tokens = pairs([long_enough[0], *long_enough[2:]])
     assert head.report.train_tokens == len(states)
     assert head.report.validation_tokens == len(long_enough[1].token_ids) - 1
-    wide, target = states.astype(np.float64), phi.astype(np.float64)
-    # (ΦᵀΦ)⁻¹ E[φ_w hᵀ] E[h hᵀ]⁻¹
-    matrix = np.linalg.solve(target.T @ target, np.linalg.solve(wide.T @ wide, wide.T @ target[next_tokens]).T)
-    np.testing.assert_allclose(head.features(states), wide @ matrix.T, rtol=1e-3, atol=1e-6)
-    best = quad_loss(wide @ matrix.T, next_tokens, phi)
+    matrix = closed_form(states, next_tokens, phi)
+    np.testing.assert_allclose(head.features(states), states @ matrix.T, rtol=1e-3, atol=1e-6)
+    best = quad_loss(states @ matrix.T, next_tokens, phi)
     assert head.report.linear_train_loss == pytest.approx(best, rel=1e-5)
     assert quad_loss(head.features(states), next_tokens, phi) == pytest.approx(best, rel=1e-4)
     # An optimum: whatever is added, the loss is higher.
     for _ in range(20):
         other = matrix * (1 + 0.01 * rng.normal(size=matrix.shape))
-        assert quad_loss(wide @ other.T, next_tokens, phi) > best
+        assert quad_loss(states @ other.T, next_tokens, phi) > best
 
 
 def test_a_ridge_is_that_of_the_mean_eigenvalue_and_is_chosen_by_held_out_texts() -> None:
@@ -102,11 +109,8 @@ def test_a_ridge_is_that_of_the_mean_eigenvalue_and_is_chosen_by_held_out_texts(
     head = train_quad_head("linear", texts, phi, seed=0, validation_share=1e-9, ridges=(0.1,))
     long_enough = [text for text in texts if len(text.token_ids) > 1]
     states, next_tokens = pairs([long_enough[0], *long_enough[2:]])
-    wide, target = states.astype(np.float64), phi.astype(np.float64)
-    square = wide.T @ wide
-    square += 0.1 * np.trace(square) / DIM * np.eye(DIM)
-    matrix = np.linalg.solve(target.T @ target, np.linalg.solve(square, wide.T @ target[next_tokens]).T)
-    np.testing.assert_allclose(head.features(states), wide @ matrix.T, rtol=1e-3, atol=1e-6)
+    matrix = closed_form(states, next_tokens, phi, ridge=0.1)
+    np.testing.assert_allclose(head.features(states), states @ matrix.T, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "block"])

@@ -384,7 +384,7 @@ def test_any_small_problem_is_solved(seed: int, num_classes: int, dim: int, extr
         ({"features": np.zeros(3)}, r"features has shape \(3,\)"),
         ({"features": np.zeros((3, 0))}, r"features has shape \(3, 0\)"),
         ({"labels": np.array([0, 1])}, r"labels has shape \(2,\); expected \(3,\)"),
-        ({"labels": np.array([0, 1, 2])}, r"labels\[2\] is 2, and 1 of 3 labels are outside 0..1"),
+        ({"labels": np.array([0, 1, 2])}, r"labels\[2\] is 2; expected a class in 0..1. 1 of 3 are outside"),
         ({"labels": np.array([-1, -1, -1])}, "marks a split whose labels are hidden"),
         ({"labels": np.array([0.0, 1.0, 0.0])}, "labels has dtype float64"),
         ({"labels": np.array([1, 1, 1])}, "All 3 training labels are class 1"),

@@ -283,7 +283,7 @@ def test_balanced_stderr_is_nan_where_a_class_has_one_document() -> None:
     [
         ([], np.zeros(0, dtype=int), "at least one document"),
         ([0.5, 1.5], [0, 1], r"values\[1\] is 1.5; expected an accuracy in \[0, 1\]"),
-        ([np.nan], [0], r"values\[0\] is nan"),
+        ([np.nan], [0], r"values\[0\] is NaN"),
         ([1.0], [3], r"labels\[0\] is 3"),
         ([1.0], [0, 1], r"labels has shape \(2,\); expected \(1,\)"),
     ],
@@ -483,7 +483,7 @@ def test_any_statistic_of_several_numbers_per_document() -> None:
     [
         (np.zeros((1, 1)), {}, r"documents has shape \(1, 1\); .* at least 2 documents"),
         (np.zeros(5), {}, r"documents has shape \(5,\)"),
-        (np.array([[0.0], [np.nan]]), {}, r"documents\[1, 0\] is nan"),
+        (np.array([[0.0], [np.nan]]), {}, r"documents\[1, 0\] is NaN"),
         (np.zeros((5, 1)), {"level": 95}, "level is 95; expected a coverage between 0 and 1"),
         (np.zeros((5, 1)), {"draws": 39}, "Got 39 draws; an interval of level 0.95 needs at least 40"),
         (np.zeros((5, 1)), {"draws": 19, "level": 0.9}, "needs at least 20"),

@@ -16,7 +16,7 @@ from sklearn.metrics import r2_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from harness_ext.evaluators import theory
+from harness_ext.evaluators import _checks
 from harness_ext.evaluators.theory import affine_fit, natural_coefficients, share_of_gain
 
 
@@ -162,7 +162,7 @@ def test_separable_rows_and_words_of_probability_zero() -> None:
         ({"bounds": [-1.0]}, "bounds is"),
         ({"probabilities": np.log([[0.5, 0.5]] * 2)}, r"\[0, 0\] is -0.69.*Take exp of log-probabilities"),
         ({"probabilities": [[0.9, 0.9], [0.1, 0.1]]}, r"probabilities\[0\] sums to 1.8.*Give each token once"),
-        ({"probabilities": [[0.1, np.nan], [0.1, 0.1]]}, r"probabilities\[0, 1\] is nan"),
+        ({"probabilities": [[0.1, np.nan], [0.1, 0.1]]}, r"probabilities\[0, 1\] is NaN"),
         ({"probabilities": np.zeros((0, 2)), "labels": []}, r"shape \(0, 2\)"),
         ({"labels": [0]}, r"labels has shape \(1,\); expected \(2,\)"),
         ({"labels": [0, 2]}, r"labels\[1\] is 2; expected a class in 0..1"),
@@ -188,7 +188,7 @@ def pairs(num_rows: int, dim: int, *, noise: float = 0.5, seed: int = 0) -> tupl
 
 @pytest.mark.parametrize("block_numbers", [2**20, 50])
 def test_r2_is_that_of_scikit_learn(monkeypatch: pytest.MonkeyPatch, block_numbers: int) -> None:
-    monkeypatch.setattr(theory, "_BLOCK_NUMBERS", block_numbers)
+    monkeypatch.setattr(_checks, "BLOCK_NUMBERS", block_numbers)
     features, targets = pairs(200, 8)
     # Scaled, as LinearRegression drops directions below 1e-6 of the largest.
     model = make_pipeline(StandardScaler(), LinearRegression()).fit(features[:120], targets[:120])
@@ -241,6 +241,26 @@ def test_dependent_and_constant_features_do_not_spoil_the_fit() -> None:
     assert damped.r2_held_out == pytest.approx(plain.r2_held_out, abs=1e-7)
 
 
+def test_the_default_ridge_is_seen_only_where_a_direction_has_tiny_variance() -> None:
+    """The figures of the docstring."""
+
+    def medians(decades: int, **options: float) -> NDArray[np.float64]:
+        found = []
+        for seed in range(20):
+            generator = np.random.default_rng(seed)
+            axes = np.linalg.qr(generator.standard_normal((32, 32)))[0]
+            features = generator.standard_normal((80, 32)) * np.logspace(0, -decades, 32) @ axes
+            targets = np.tanh(features @ generator.standard_normal((32, 8)))
+            fit = affine_fit(features[:40], targets[:40], held_out=(features[40:], targets[40:]), **options)
+            found.append([fit.r2_train, fit.r2_held_out])
+        return np.median(np.array(found, dtype=float), axis=0)
+
+    np.testing.assert_allclose(medians(3), medians(3, ridge=0.0), atol=2e-4)
+    # Without a ridge, rounding on another machine may move the third digit.
+    np.testing.assert_allclose(medians(6), [0.977, 0.65], atol=5e-3)
+    np.testing.assert_allclose(medians(6, ridge=0.0), [0.984, 0.45], atol=2e-2)
+
+
 def test_too_few_rows_have_no_training_r2() -> None:
     features, targets = pairs(40, 8)
     found = affine_fit(features[:9], targets[:9], held_out=(features[9:], targets[9:]))
@@ -270,7 +290,7 @@ def test_constant_targets_have_no_r2() -> None:
         ({"ridge": -1}, "ridge is -1"),
         ({"held_out": (np.ones((3, 3)), np.ones((3, 2)))}, r"held-out features has shape \(3, 3\)"),
         ({"held_out": (np.ones((3, 2)), np.ones((2, 2)))}, r"held-out targets has shape \(2, 2\); expected \(3, 2\)"),
-        ({"held_out": (np.ones((3, 2)), np.full((3, 2), np.nan))}, r"held-out targets\[0, 0\] is nan"),
+        ({"held_out": (np.ones((3, 2)), np.full((3, 2), np.nan))}, r"held-out targets\[0, 0\] is NaN"),
     ],
 )
 def test_affine_fit_says_what_is_wrong(change: dict[str, Any], message: str) -> None:

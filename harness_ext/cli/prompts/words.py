@@ -220,6 +220,7 @@ def _search(
 ) -> _Found:
     """Load the model, forward the documents' prompts and search."""
     import numpy as np
+    import torch
     from lm_eval.models.huggingface import HFLM
 
     from harness_ext.contracts import Feature, PromptRequest
@@ -234,7 +235,7 @@ def _search(
     asked = [PromptRequest(continuations, (Feature(),), document) for _, document in rendered]
     answers = _answers(lm, [text for text, _ in rendered], asked)
     states = _states(answers)
-    readout = LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype).readout.logits
+    readout = LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype).readout
     encoder = PromptEncoder(
         lm.tokenizer,
         max_length=lm.max_length,
@@ -244,7 +245,7 @@ def _search(
 
     search = slice(documents.num_search)
     gold = documents.labels[search]
-    means = label_words.class_means(readout, states[search], gold, len(config.classes))
+    means = readout.class_means(states[search], gold, len(config.classes))
     vocabulary = label_words.whole_words(
         lm.tokenizer,
         encoder.encode,
@@ -261,7 +262,8 @@ def _search(
     candidates = label_words.top_tokens(means, possible, args.top)
     tokens = np.unique(candidates)
     columns = np.searchsorted(tokens, candidates)
-    scores = label_words.log_prob_columns(readout, states, tokens.tolist())
+    log_probs, _ = readout.read(states, [tokens.tolist()] * len(states))
+    scores = torch.stack(log_probs).double().numpy()
     centred = scores[search] - scores[search].mean(axis=0)
     owners = np.repeat(np.arange(len(own_words)), [len(of_class) for of_class in own_words])
     return _Found(
