@@ -37,8 +37,8 @@ MOST_TOKENS = 4096
 MOST_VALUES = 2**27
 """Of p_f, a probe sees the tokens of most variance over the training documents, until they have all but this share of the
 variance of all tokens, or are this many, or have this many probabilities over all training documents (half a GiB). The L2
-penalty sees probabilities in their own proportions, so that what is left out could change little: on SST-2 the accuracy of
-SmolLM2 was the same, to half a point, from 1,000 tokens on."""
+penalty sees probabilities in their own proportions, so that rare words count little, but not nothing: on SST-2 SmolLM2-135M had
+77.9 % with the 716 words that leave out 1e-3 of the variance, and 80.6 % with those that leave out 1e-4."""
 
 
 @dataclass(frozen=True)
