@@ -6,6 +6,7 @@ each; options under `metadata: {probe: {...}}` are in `tasks.options`.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -227,7 +228,11 @@ class ProbeTask(PromptTask):
         shared = sum(i.doc[self.text_column] in trained for i in documents if i.doc_id >= 0)
         self._report["overlap"] = shared
         if shared:
-            logger.warning("%s: %d evaluated documents are also among the training documents.", self.task_name, shared)
+            # Loud once: the other kinds of a run have the same documents as the probe on f.
+            level = logging.WARNING if self.kind.layers else logging.INFO
+            logger.log(
+                level, "%s: %d evaluated documents are also among the training documents.", self.task_name, shared
+            )
 
     # -------------------------------------------------------------------------------------------- evaluation
 
