@@ -242,11 +242,11 @@ class LastStateModel:
         difference = _relative_difference(
             found.vectors[F_OF_S][[row_of[sequence] for sequence in plain.sequences]], plain.vectors[F_OF_S]
         )
-        tolerance = SHARING_TOLERANCE.get(plain.vectors[F_OF_S].dtype)
-        if tolerance is None:
+        dtype = plain.vectors[F_OF_S].dtype
+        tolerance = SHARING_TOLERANCE.get(dtype, 4 * torch.finfo(dtype).eps)
+        if difference > tolerance and dtype not in SHARING_TOLERANCE:
             alone = torch.cat([self._separate([single], token_ids, []).vectors[F_OF_S] for single in compared])
-            unit = torch.finfo(plain.vectors[F_OF_S].dtype).eps
-            tolerance = max(3 * _relative_difference(alone, plain.vectors[F_OF_S]), 4 * unit)
+            tolerance = 3 * _relative_difference(alone, plain.vectors[F_OF_S])
         exact = difference <= tolerance
         if not exact:
             logger.warning(
