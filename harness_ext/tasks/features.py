@@ -188,7 +188,7 @@ def probabilities(answers: Answers, options: QuadOptions) -> FeatureSet:
         )
     tokens = np.sort(order[:count])
 
-    # Twice asked for (by the fit and by the training accuracy), made once: it streams over the vocabulary.
+    # The evaluated documents' are asked for by the predictions and again by the accuracies, and it streams over the vocabulary.
     @functools.cache
     def of_rows(which: str) -> np.ndarray:
         return answers.source.probabilities(getattr(answers, which), tokens.tolist())
