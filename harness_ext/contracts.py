@@ -18,6 +18,7 @@ import numpy as np
 
 __all__ = [
     "ALL_LAYERS",
+    "ALL_TOKENS",
     "CONDITIONAL_MEAN",
     "LAST_LAYER",
     "RANDOM_PROJECTION",
@@ -27,6 +28,8 @@ __all__ = [
     "PromptStates",
     "Span",
     "TokenStates",
+    "WindowAnswer",
+    "WindowRequest",
 ]
 
 LAST_LAYER = "last"
@@ -34,6 +37,9 @@ LAST_LAYER = "last"
 
 ALL_LAYERS = "all"
 """As the layer of a requested feature: every hidden state, from the embedding to the last."""
+
+ALL_TOKENS: tuple[int, ...] = ()
+"""As the tokens of `FeatureSource.probabilities`: the whole vocabulary."""
 
 CONDITIONAL_MEAN = "conditional_mean"
 """Mixture Φᵀp_f(·|s): the conditional mean features."""
@@ -89,37 +95,47 @@ class PromptRequest:
     one_token: bool = False
 
     def to_argument(self) -> dict[str, Any]:
-        """Return plain JSON types, for lm_eval's `Instance.arguments`, which ends up in the samples file."""
-        return {
-            "continuations": _listed(self.continuations),
-            "features": _listed(self.features),
-            "document": None if self.document is None else list(self.document),
-            "one_token": self.one_token,
-        }
+        """Return plain JSON types, for lm_eval's `Instance.arguments`, which ends up in the samples file.
+
+        Not to be written to: equal requests have one.
+        """
+        return _argument(self)
 
     @classmethod
     def from_argument(cls, argument: Mapping[str, Any]) -> PromptRequest:
         """Inverse of `to_argument`."""
         document = argument["document"]
-        return cls(
-            continuations=_interned(tuple(argument["continuations"])),
-            features=_interned(tuple(Feature(*feature) for feature in argument["features"])),
+        request = cls(
+            continuations=tuple(argument["continuations"]),
+            features=tuple(Feature(*feature) for feature in argument["features"]),
             document=None if document is None else Span(*document),
             one_token=bool(argument["one_token"]),
         )
+        return _interned(request)
 
 
-# The requests of a task ask for the same few things of many thousand documents: each is kept once. Nothing may write to it.
+# The requests of a task ask for the same few things of many thousand documents, which differ in their length only: each is kept
+# once. Documents of a language have a few thousand lengths.
+
+
+@functools.lru_cache(maxsize=8192)
+def _interned(request: PromptRequest) -> PromptRequest:
+    return request
+
+
+@functools.lru_cache(maxsize=8192)
+def _argument(request: PromptRequest) -> dict[str, Any]:
+    return {
+        "continuations": _listed(request.continuations),
+        "features": _listed(request.features),
+        "document": None if request.document is None else list(request.document),
+        "one_token": request.one_token,
+    }
 
 
 @functools.lru_cache(maxsize=1024)
 def _listed(values: tuple[Any, ...]) -> list[Any]:
     return [list(value) if isinstance(value, tuple) else value for value in values]
-
-
-@functools.lru_cache(maxsize=1024)
-def _interned(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return values
 
 
 class TokenStates(NamedTuple):
@@ -159,7 +175,10 @@ class FeatureSource(Protocol):
         ...
 
     def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens)); f(s) was asked for."""
+        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens)); f(s) was asked for.
+
+        Of all tokens, shape (len(rows), V), for `ALL_TOKENS`: give a few hundred rows at a time.
+        """
         ...
 
     def output_embedding(self) -> np.ndarray:
@@ -181,7 +200,7 @@ class FeatureSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PromptStates:
     """The engine's answer to one request.
 
@@ -208,5 +227,57 @@ class PromptStates:
         rounded = [None if math.isnan(value) else round(value, 6) for value in self.log_probs]
         return json.dumps({"key": self.key, "log_probs": rounded, "cut_tokens": self.cut_tokens})
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "source": None, "row": -1}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PromptStates, (self.key, self.log_probs, self.num_tokens, self.cut_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRequest:
+    """A window of a corpus; the second argument of a `window_losses` or `window_flatness` request.
+
+    Attributes:
+        tokens: What the model reads.
+        targets: What it has to predict at its last `len(targets)` positions.
+        number: The window's place in its corpus.
+        options: Options of the flatness of the task's windows, all the same; None for losses.
+    """
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    number: int
+    options: Mapping[str, Any] | None = None
+
+    def to_argument(self) -> dict[str, Any]:
+        """Return plain JSON types, for lm_eval's `Instance.arguments`, which ends up in the samples file."""
+        return {
+            "tokens": list(self.tokens),
+            "targets": list(self.targets),
+            "number": self.number,
+            "options": None if self.options is None else dict(self.options),
+        }
+
+    @classmethod
+    def from_argument(cls, argument: Mapping[str, Any]) -> WindowRequest:
+        """Inverse of `to_argument`."""
+        return cls(
+            tokens=tuple(argument["tokens"]),
+            targets=tuple(argument["targets"]),
+            number=int(argument["number"]),
+            options=argument["options"],
+        )
+
+
+@dataclass(frozen=True)
+class WindowAnswer:
+    """The engine's answer about one window.
+
+    Attributes:
+        values: Means over the window's scored tokens, by name, such as `loss` in nats; None for a window that was not measured.
+        run: What was done for all windows of the task, plain JSON types.
+    """
+
+    values: Mapping[str, float] | None
+    run: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return json.dumps(None if self.values is None else dict(self.values))

@@ -14,20 +14,21 @@ PACKAGE = Path(__file__).resolve().parents[1] / "harness_ext"
 
 # A module may import modules of a lower layer and of its own entry here, and nothing else of the package.
 LAYERS = (
-    {"contracts", "resources"},
+    {"contracts", "halves", "ratio", "resources"},
     {
         "evaluators",
         "flatness",
         "engine.plan",
         "engine.store",
         "engine.tokens",
+        "engine.windows",
         "prompts",
         "plugin",
         "scaffold",
     },
     {"engine.readout", "engine.gradients", "engine.fingerprint", "engine.quad_head"},
     {"engine.forward"},
-    {"engine.answer"},
+    {"engine.answer", "engine.losses"},
     {"engine.label_words"},
     {"engine.attach"},
     {"engine"},  # its __init__, which may name what is below

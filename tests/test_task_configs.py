@@ -28,6 +28,11 @@ CONFIGS = resources.task_configs_folder()
 DATASETS = scaffold.read_datasets(CONFIGS)
 EVALUATORS = scaffold.evaluator_names(CONFIGS)
 TASKS = [(evaluator, dataset) for dataset in DATASETS for evaluator in EVALUATORS]
+# Tasks on running text, by corpus: `demo` comes in a model's folder, `corpus` is whatever --metadata says.
+CORPORA = {"wikitext": "wikitext", "demo": "demo_text", "corpus": "corpus"}
+LOSSES = {"loss": "LossTask", "flatness": "FlatnessTask"}
+CORPUS_TASKS = [(kind, corpus) for corpus in CORPORA for kind in LOSSES]
+OURS = {f"{kind}_{source}" for kind, source in TASKS + CORPUS_TASKS} | {*EVALUATORS, *LOSSES, "demo"}
 
 # Evaluator -> class that runs it.
 CLASSES = {
@@ -78,7 +83,27 @@ def test_every_dataset_has_every_evaluator_and_nothing_else(dataset: str) -> Non
 
 def test_no_folder_lacks_its_dataset_yaml() -> None:
     folders = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    assert folders == {*DATASETS, "_evaluators"}
+    assert folders == {*DATASETS, *CORPORA.values(), "_evaluators", "_losses"}
+
+
+@pytest.mark.parametrize(("kind", "corpus"), CORPUS_TASKS)
+def test_a_task_on_text_is_its_corpus_and_its_kind(kind: str, corpus: str) -> None:
+    folder = CONFIGS / CORPORA[corpus]
+    expected = {"_corpus.yaml", *(f"{name}_{corpus}.yaml" for name in LOSSES)}
+    assert {path.name for path in folder.iterdir()} == expected
+    config = load_yaml(folder / f"{kind}_{corpus}.yaml", resolve_func=True)
+    assert config["task"] == f"{kind}_{corpus}"
+    assert config.keys() - {"class"} <= {field.name for field in fields(TaskConfig)}
+    assert config["class"].__name__ == LOSSES[kind]
+    assert config["metadata"].keys() <= {"version", "block_tokens", "corpus"}
+    assert "metadata" not in load_yaml(CONFIGS / "_losses" / f"{kind}.yaml", resolve_func=False)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_tag_of_tasks_on_text_needs_neither_a_model_folder_nor_options(kind: str) -> None:
+    index = TaskManager(include_path=str(CONFIGS), include_defaults=False).task_index
+    assert index[kind].tags == {f"{kind}_wikitext"}
+    assert f"{kind}_demo" in index["demo"].tags
 
 
 @pytest.mark.parametrize(("evaluator", "dataset"), TASKS)
@@ -132,7 +157,7 @@ def test_every_evaluator_says_what_it_does() -> None:
 
 def test_lm_eval_sees_the_tasks_and_tags_and_no_others() -> None:
     index = TaskManager(include_path=str(CONFIGS), include_defaults=False).task_index
-    assert set(index) == {f"{evaluator}_{dataset}" for evaluator, dataset in TASKS} | {*EVALUATORS, "demo"}
+    assert set(index) == OURS
     # The demo's data are beside its model, so `--tasks natural` on another model must not ask for them.
     for evaluator in EVALUATORS:
         assert index[evaluator].tags == {f"{evaluator}_{dataset}" for dataset in DATASETS if dataset != "demo"}
@@ -145,8 +170,7 @@ def test_no_name_is_one_of_lm_evals_own(monkeypatch: pytest.MonkeyPatch) -> None
 
     own = Path(lm_eval.tasks.__file__).parent
     builtin = TaskManager(include_path=None).task_index
-    ours = {f"{evaluator}_{dataset}" for evaluator, dataset in TASKS} | {*EVALUATORS, "demo"}
-    for name in ours & set(builtin):
+    for name in OURS & set(builtin):
         path = builtin[name].yaml_path
         assert path is None or not path.is_relative_to(own)
     prefixes = tuple(f"{evaluator}_" for evaluator in EVALUATORS)

@@ -27,6 +27,7 @@ from harness_ext.prompts import PROMPTS_VARIABLE
 from harness_ext.tasks import (
     ClassWordsProbe,
     ConditionalMeanProbe,
+    LossTask,
     NaturalTask,
     ProbabilitiesProbe,
     ProbeTask,
@@ -195,6 +196,25 @@ def feature_probe(kind: str, options: Mapping[str, Any] | None = None, **changes
     """A task of `FEATURE_PROBES` by its kind; `options` are those of `metadata: {probe: …}`."""
     metadata = {**changes.pop("metadata", {}), **({} if options is None else {"probe": dict(options)})}
     return FEATURE_PROBES[kind](config=task_config(kind, metadata=metadata, **changes))
+
+
+def corpus_config(kind: str, **changes: Any) -> dict[str, Any]:
+    """The config of `loss_lines` or `flatness_lines`, on the dataset `tests/lines` of one column; `metadata` is merged."""
+    metadata = {"version": 1.0, "block_tokens": 24, "corpus": {"join": "\n"}} | changes.pop("metadata", {})
+    return {
+        "task": f"{kind}_lines",
+        "output_type": "loglikelihood_rolling",
+        "dataset_path": "tests/lines",
+        "test_split": "test",
+        "doc_to_text": "text",
+        "num_fewshot": 0,
+        **changes,
+        "metadata": metadata,
+    }
+
+
+def loss_task(**changes: Any) -> LossTask:
+    return LossTask(config=corpus_config("loss", **changes))
 
 
 def stock_task(world: World, **changes: Any) -> ConfigurableTask:

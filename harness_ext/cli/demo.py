@@ -145,6 +145,7 @@ def make_model(folder: Path, *, seed: int, steps: int) -> dict[str, Any]:
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         reviews.write_dataset(partial / "data", train=train_reviews, test=test)
+        reviews.write_text(partial / "data", validation)
         record = save(partial, model, tokenizer, record)
         if folder.exists():
             shutil.rmtree(folder)

@@ -25,13 +25,15 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM, CachingLM
 
 from harness_ext import __version__
-from harness_ext.contracts import PromptRequest, PromptStates
+from harness_ext.contracts import PromptRequest, PromptStates, WindowAnswer, WindowRequest
 
-__all__ = ["REQUEST_TYPE", "attach", "gives_states"]
+__all__ = ["FLATNESS_REQUEST_TYPE", "LOSS_REQUEST_TYPE", "REQUEST_TYPE", "attach", "gives_states"]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
 REQUEST_TYPE = "prompt_states"
+LOSS_REQUEST_TYPE = "window_losses"
+FLATNESS_REQUEST_TYPE = "window_flatness"
 
 SUMMARIES = "_harness_ext_summaries"
 """Attribute of a model: what the engine did for it in the current run."""
@@ -44,6 +46,9 @@ GPU_TOKENS = 16384
 ROWS_TOKENS = 65536
 """Tokens in a batch: on the CPU and on an accelerator with `--batch_size auto`, and at most when N rows are asked for."""
 
+BACKWARD_TOKENS = 1024
+"""Tokens of a batch of blocks whose gradient norms are taken: activations of all layers are kept."""
+
 CPU_BATCH_COST = 64
 GPU_BATCH_COST = 2048
 """What the fixed work of a batch costs, in tokens. On two CPU cores and 135M parameters, batches of 16 short prompts took 8 %
@@ -55,6 +60,8 @@ def attach() -> None:
     if getattr(LM, REQUEST_TYPE, None) is prompt_states:
         return
     setattr(LM, REQUEST_TYPE, prompt_states)
+    setattr(LM, LOSS_REQUEST_TYPE, window_losses)
+    setattr(LM, FLATNESS_REQUEST_TYPE, window_flatness)
     evaluator.evaluate = _checked(evaluator.evaluate)
     evaluator_utils.stderr_for_metric = _with_own_stderr(evaluator_utils.stderr_for_metric)
 
@@ -83,12 +90,77 @@ def prompt_states(lm: LM, requests: Sequence[Instance]) -> list[PromptStates]:
     return _answer_with_loglikelihood(lm, contexts, asked)
 
 
+def window_losses(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]:
+    """Answer requests of arguments (text, `WindowRequest.to_argument()`) with losses; becomes a method of lm_eval's LM."""
+    from harness_ext.engine.losses import window_nats
+
+    asked = [WindowRequest.from_argument(request.args[1]) for request in requests]
+    model = lm.lm if isinstance(lm, CachingLM) else lm
+    max_rows, max_tokens = _batch_limits(model)
+    nats = window_nats(
+        [(window.tokens, window.targets) for window in asked],
+        model=_last_state_model(model),
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        progress=model.rank == 0,
+    )
+    return [
+        WindowAnswer({"loss": of_window / len(window.targets)}) for of_window, window in zip(nats, asked, strict=True)
+    ]
+
+
+def window_flatness(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]:
+    """Answer requests of arguments (text, `WindowRequest.to_argument()`); becomes a method of lm_eval's LM.
+
+    The windows of a task are one run, in the order of the requests.
+    """
+    from harness_ext.flatness.options import FlatnessOptions
+    from harness_ext.flatness.run import Block, measure
+
+    model = lm.lm if isinstance(lm, CachingLM) else lm
+    asked = [WindowRequest.from_argument(request.args[1]) for request in requests]
+    of_tasks: dict[str, list[WindowRequest]] = {}
+    for request, window in zip(requests, asked, strict=True):
+        of_tasks.setdefault(str(request.task_name), []).append(window)
+    runs = {}
+    for task, windows in of_tasks.items():
+        options: dict[str, Any] = dict(windows[0].options or {})
+        options |= {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+        # Ranks are padded with a window that was asked for already.
+        blocks = {window.number: Block(window.tokens, window.targets, window.number) for window in windows}
+        runs[task] = measure(
+            model.model,
+            list(blocks.values()),
+            FlatnessOptions(**options),
+            device=model.device,
+            max_tokens=BACKWARD_TOKENS,
+            progress=model.rank == 0,
+        )
+    answers = []
+    for request, window in zip(requests, asked, strict=True):
+        run = runs[str(request.task_name)]
+        answers.append(WindowAnswer(run.values.get(window.number), run.report))
+    return answers
+
+
+def _batch_limits(lm: Any) -> tuple[int, int]:
+    """Rows and tokens of a batch at most, as --batch_size says."""
+    if str(lm.batch_size).startswith("auto"):
+        return lm.max_batch_size, CPU_TOKENS if lm.device.type == "cpu" else GPU_TOKENS
+    return int(lm.batch_size), ROWS_TOKENS
+
+
+def _last_state_model(lm: Any) -> Any:
+    from harness_ext.engine.forward import LastStateModel
+
+    return LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype)
+
+
 def _answer_with_engine(
     lm: Any, instances: Sequence[Instance], contexts: list[str], asked: list[PromptRequest]
 ) -> list[PromptStates]:
     from harness_ext.engine.answer import answer_requests
     from harness_ext.engine.fingerprint import model_fingerprint
-    from harness_ext.engine.forward import LastStateModel
     from harness_ext.engine.store import FeatureStore, cache_root
     from harness_ext.engine.tokens import PromptEncoder
 
@@ -100,12 +172,11 @@ def _answer_with_engine(
         dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
         store = FeatureStore(root, fingerprint, description=f"{name} ({dtype})")
 
-    automatic = str(lm.batch_size).startswith("auto")
-    on_cpu = lm.device.type == "cpu"
+    max_rows, max_tokens = _batch_limits(lm)
     answers, summary = answer_requests(
         contexts,
         asked,
-        model=LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype),
+        model=_last_state_model(lm),
         encoder=PromptEncoder(
             lm.tokenizer,
             max_length=lm.max_length,
@@ -113,9 +184,9 @@ def _answer_with_engine(
             prefix_token_id=lm.prefix_token_id,
         ),
         store=store,
-        max_rows=lm.max_batch_size if automatic else int(lm.batch_size),
-        max_tokens=(CPU_TOKENS if on_cpu else GPU_TOKENS) if automatic else ROWS_TOKENS,
-        batch_cost=CPU_BATCH_COST if on_cpu else GPU_BATCH_COST,
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        batch_cost=CPU_BATCH_COST if lm.device.type == "cpu" else GPU_BATCH_COST,
         # A task's first request of a document is the document; further ones, such as the bare template, are its context.
         documents=[int(instance.idx == 0) for instance in instances],
         progress=lm.rank == 0,
@@ -165,6 +236,9 @@ def _checked(evaluate: Any) -> Any:
         for name, task in tasks.items():
             if getattr(task, "NEEDS_STATES", False) and not gives_states(lm):
                 raise _no_states(lm, str(name))
+            # The windows of a corpus are made of the model's tokens, so such a task has its documents from here on.
+            if hasattr(task, "cut_windows"):
+                task.cut_windows(lm)
         model = lm.lm if isinstance(lm, CachingLM) else lm
         summaries: list[dict[str, Any]] = []
         setattr(model, SUMMARIES, summaries)
@@ -174,7 +248,8 @@ def _checked(evaluate: Any) -> Any:
         finally:
             delattr(model, SUMMARIES)
             delattr(model, CACHE)
-        if results is not None and summaries:
+        ours = [task for task in tasks.values() if hasattr(task, "cut_windows")]
+        if results is not None and (summaries or ours):
             results["harness_ext"] = {"version": __version__, "passes": summaries}
             # What our tasks have to say together; one of them speaks for all.
             speaker = next((task for task in tasks.values() if hasattr(task, "summarise_run")), None)

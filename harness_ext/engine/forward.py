@@ -18,11 +18,10 @@ model, which the first batch of each kind proves by a comparison with separate f
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from harness_ext.contracts import LAST_LAYER, Feature
 from harness_ext.engine.plan import Tree, common_prefix_length, pack
 from harness_ext.engine.readout import Readout, inference
+from harness_ext.halves import capture_head_input
 
 __all__ = ["BatchStates", "ForwardCounts", "LastStateModel", "is_out_of_memory"]
 
@@ -176,31 +176,10 @@ class LastStateModel:
         self.counts.padding += inputs.numel() - num_tokens
         wanted = [layer for layer in layers if layer != LAST_LAYER]
         kwargs = {"use_cache": False, **kwargs} | ({"output_hidden_states": True} if wanted else {})
-        with inference(self._device, self._autocast_dtype), self._capture_head_input() as captured:
+        with inference(self._device, self._autocast_dtype), capture_head_input(self._model, self._head) as captured:
             output = self._model(input_ids=inputs.to(self._device), **kwargs)
         hidden = {layer: output.hidden_states[layer] for layer in wanted} | {LAST_LAYER: captured[0]}
         return hidden, getattr(output, self._cache_name, None)
-
-    @contextlib.contextmanager
-    def _capture_head_input(self) -> Iterator[list[Tensor]]:
-        """Collect the input of the output embedding, which itself is run on one row to keep the model's code happy."""
-        captured: list[Tensor] = []
-
-        def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            captured.append(args[0])
-            return (args[0][:1, -1:], *args[1:])
-
-        handle = self._head.register_forward_pre_hook(keep)
-        try:
-            yield captured
-        finally:
-            handle.remove()
-        if len(captured) != 1 or captured[0].dim() != 3:
-            raise TypeError(
-                f"{type(self._model).__name__} called its output embedding {len(captured)} times in one forward pass, "
-                "expected once with (rows, tokens, d), so f(s) is not defined for it. Natural tasks can run on another backend "
-                "(for example --model vllm); probe tasks cannot."
-            )
 
     # ------------------------------------------------------------------------------------------- ways of sharing
 

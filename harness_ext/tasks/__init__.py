@@ -4,6 +4,7 @@ Importing this package registers our metrics with lm_eval and gives its models t
 """
 
 from harness_ext.engine.attach import attach
+from harness_ext.tasks.corpus import FlatnessTask, LossTask
 from harness_ext.tasks.metrics import register_metrics
 from harness_ext.tasks.natural import NaturalTask
 from harness_ext.tasks.probe import (
@@ -19,6 +20,8 @@ from harness_ext.tasks.probe import (
 __all__ = [
     "ClassWordsProbe",
     "ConditionalMeanProbe",
+    "FlatnessTask",
+    "LossTask",
     "NaturalTask",
     "ProbabilitiesProbe",
     "ProbeTask",

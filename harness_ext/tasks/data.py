@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-__all__ = ["DATA_VARIABLE", "LazySplits", "open_dataset"]
+__all__ = ["DATA_VARIABLE", "LazySplits", "TextFile", "open_dataset", "open_text_file"]
 
 DATA_VARIABLE = "HARNESS_EXT_DATA"
 
@@ -48,15 +48,10 @@ class LazySplits(Mapping[str, datasets.Dataset]):
 
     def _load_local(self, split: str) -> datasets.Dataset:
         assert self._folder is not None
-        for suffix, reader in READERS.items():
+        for suffix in READERS:
             path = self._folder / f"{split}{suffix}"
             if path.is_file():
-                try:
-                    return datasets.load_dataset(reader, data_files={split: str(path)}, split=split)
-                # datasets ends in a bare StopIteration where a file has no rows.
-                except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as err:
-                    reason = str(err.__cause__ or err) or "it has no rows"
-                    raise ValueError(f"{path}: cannot be read as {reader} ({reason}).") from err
+                return _read_rows(path, split)
         found = ", ".join(sorted(path.name for path in self._folder.iterdir())) or "nothing"
         raise FileNotFoundError(
             f"{self._folder}: expected {split}.jsonl or {split}.parquet, found {found}. Add the file, or take the dataset "
@@ -77,6 +72,16 @@ class LazySplits(Mapping[str, datasets.Dataset]):
                 f"{self._path}, split {split!r}: {where} the Hub did not give it ({err}). Without internet, put "
                 f"{self._path}/{split}.jsonl (or .parquet) into a folder and set {DATA_VARIABLE} to that folder."
             ) from err
+
+
+def _read_rows(path: Path, split: str) -> datasets.Dataset:
+    reader = READERS[path.suffix]
+    try:
+        return datasets.load_dataset(reader, data_files={split: str(path)}, split=split)
+    # datasets ends in a bare StopIteration where a file has no rows.
+    except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as err:
+        reason = str(err.__cause__ or err) or "it has no rows"
+        raise ValueError(f"{path}: cannot be read as {reader} ({reason}).") from err
 
 
 def open_dataset(
@@ -113,3 +118,47 @@ def open_dataset(
             )
         return LazySplits(path, name, folder, {})
     return LazySplits(path, name, None, options or {})
+
+
+class TextFile(Mapping[str, datasets.Dataset]):
+    """A file of text as a dataset of one split.
+
+    Attributes:
+        source: Where the text comes from, for the results JSON.
+    """
+
+    def __init__(self, path: Path, split: str, rows: datasets.Dataset) -> None:
+        self._split, self._rows = split, rows
+        self.source = f"local file {path}"
+
+    def __getitem__(self, split: str) -> datasets.Dataset:
+        if split != self._split:
+            raise KeyError(split)
+        return self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self._split])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def open_text_file(path: Path, *, split: str, column: str) -> TextFile:
+    """Read a file of text: `.jsonl` and `.parquet` by rows, anything else as one text in UTF-8.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it cannot be read.
+    """
+    path = path.expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file. Name a text file, a .jsonl or a .parquet file as `corpus`.")
+    if path.suffix in READERS:
+        return TextFile(path, split, _read_rows(path, split))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as err:
+        raise ValueError(
+            f"{path}: expected text in UTF-8, found other bytes ({err}). Convert it, for example with iconv."
+        ) from err
+    return TextFile(path, split, datasets.Dataset.from_dict({column: [text]}))

@@ -14,9 +14,11 @@ import numpy as np
 from lm_eval.api import registry
 
 from harness_ext.evaluators import natural, scores
+from harness_ext.ratio import ratio_of_sums
 
 __all__ = [
     "ENSEMBLES",
+    "FLATNESS",
     "INTERVAL_DRAWS",
     "MEAN_METRICS",
     "OF_CLASSES",
@@ -41,6 +43,22 @@ MEAN_METRICS = {"acc_pmi": True, "acc_batch": True, "acc_context": True, "brier"
 ENSEMBLES: dict[str, Literal["log", "probability"]] = {"acc_ensemble": "log", "acc_mixture": "probability"}
 """Accuracies of all prompts of a sweep together, and how `natural.ensemble_scores` combines them."""
 
+FLATNESS = (
+    "loss",
+    "bits_per_byte",
+    "fisher_trace",
+    "hessian_trace",
+    "hessian_over_fisher",
+    "fisher_trace_scaled",
+    "hessian_trace_scaled",
+    "ggn_trace",
+    "ggn_trace_scaled",
+    "fisher_trace_per_param",
+    "hessian_trace_per_param",
+    "lambda_max",
+)
+"""Metrics of flatness tasks; those of loss tasks are the first two."""
+
 BOOTSTRAP_DRAWS = 1000
 
 INTERVAL_DRAWS = 4000
@@ -61,6 +79,11 @@ def register_metrics() -> None:
     for name, (aggregation, higher_is_better) in unbound.items():
         registry.register_aggregation(name)(aggregation)
         registry.register_metric(metric=name, higher_is_better=higher_is_better, aggregation=name)(pass_through)
+    registry.register_aggregation("over_windows")(OverWindows())
+    for name in FLATNESS:
+        if name in registry.METRIC_REGISTRY:
+            continue  # lm_eval's bits_per_byte; our tasks name their own aggregation
+        registry.register_metric(metric=name, higher_is_better=False, aggregation="over_windows")(pass_through)
     for name, higher_is_better in MEAN_METRICS.items():
         registry.register_metric(metric=name, higher_is_better=higher_is_better, aggregation="mean")(pass_through)
 
@@ -135,6 +158,19 @@ class MajorityRate:
 
     def __call__(self, items: Sequence[int]) -> float:
         return scores.majority_rate(np.array(items), self._num_classes or int(max(items)) + 1)
+
+
+class OverWindows:
+    """A ratio of sums over windows of a corpus, such as nats over tokens; items are numerator and denominator of a window.
+
+    Where all windows have the same denominator it is the mean over windows, with its usual standard error.
+    """
+
+    def __call__(self, items: Sequence[tuple[float, float]]) -> float:
+        return ratio_of_sums(*np.array(items, dtype=np.float64).T).value
+
+    def stderr(self, items: Sequence[tuple[float, float]]) -> float:
+        return ratio_of_sums(*np.array(items, dtype=np.float64).T).stderr
 
 
 OF_CLASSES: dict[str, Callable[[int], Any]] = {

@@ -20,9 +20,11 @@ from tiny import tiny_model, tiny_tokenizer
 from worlds import DATASET, World, a_world, metric_list, reviews, task_config, write_split
 
 from harness_ext import __version__, plugin, resources, scaffold
+from harness_ext.cli import demo
 from harness_ext.engine.attach import REQUEST_TYPE
 from harness_ext.prompts import find_prompts, load_prompt
 from harness_ext.tasks.data import DATA_VARIABLE
+from harness_ext.tasks.metrics import FLATNESS
 
 REAL_DATA = os.environ.get(DATA_VARIABLE)
 """Read before any world sets it."""
@@ -271,6 +273,40 @@ def test_a_prompt_for_one_task_leaves_the_others_theirs(world: World) -> None:
         "natural_sst": "sst/it_was",
         "natural_cr": SHIPPED["cr"].prompt,
     }
+
+
+def test_loss_and_flatness_of_wikitext(world: World, tmp_path: Path, command: Any) -> None:
+    rows = [{"text": f" the film number {number} is good , over and over again . "} for number in range(60)]
+    write_split(world.mirror / "Salesforce" / "wikitext", "test", rows)
+    options = {"block_tokens": 16, "flatness": {"max_blocks": 3, "lambda_blocks": 2, "include": ["*h.1*"]}}
+    command(
+        *arguments(world.folder / "models" / "gpt2", "loss_wikitext,flatness_wikitext", tmp_path / "out"),
+        *("--metadata", json.dumps(options), "--limit", 3),
+    )
+    output = read_output(tmp_path / "out")
+    loss, flatness = metrics_of(output, "loss_wikitext"), metrics_of(output, "flatness_wikitext")
+    assert loss.keys() == {"loss", "bits_per_byte"}
+    assert flatness.keys() == set(FLATNESS) - {"ggn_trace", "ggn_trace_scaled"}
+    assert flatness["loss"] == pytest.approx(loss["loss"], rel=1e-5)
+    assert flatness["bits_per_byte"] == pytest.approx(loss["bits_per_byte"], rel=1e-5)
+    told = report_of(output, "flatness_wikitext")
+    assert told["window_flatness"]["blocks"] == 3
+    assert told["text_sha256"] == report_of(output, "loss_wikitext")["text_sha256"]
+    assert output.results["configs"]["flatness_wikitext"]["metadata"]["flatness"]["max_blocks"] == 3
+    for name in ("fisher_trace", "hessian_trace", "hessian_over_fisher", "lambda_max", "loss"):
+        assert output.results["results"]["flatness_wikitext"][f"{name}_stderr,none"] > 0
+
+
+def test_the_loss_of_the_demos_text_is_the_one_it_was_trained_to(
+    world: World, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_NUM_TRAIN", "_NUM_TEST", "_NUM_VALIDATION"):
+        monkeypatch.setattr(demo, name, 50)
+    record = demo.make_model(tmp_path / "model", seed=0, steps=20)
+    command(*arguments(tmp_path / "model", "loss_demo", tmp_path / "out"))
+    output = read_output(tmp_path / "out")
+    assert metrics_of(output, "loss_demo")["loss"] == pytest.approx(record["validation_loss"]["value"], rel=1e-5)
+    assert report_of(output, "loss_demo")["num_texts"] == 50
 
 
 def test_lm_eval_lists_and_validates_our_tasks(command: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from harness_ext.lab.languages.reviews import (
     default_grammar,
     entropy,
     write_dataset,
+    write_text,
 )
 
 # Standard normal quantile: the probability that |z| exceeds it is 1e-6.
@@ -286,6 +287,14 @@ def test_dataset_is_in_the_layout_of_the_local_mirror(grammar: ReviewGrammar, tm
         assert all(row["label_text"] == ("negative", "positive")[row["label"]] for row in rows)
         assert all(set(row) == {"text", "label", "label_text"} for row in rows)
         assert {row["label"] for row in rows} == {0, 1}
+
+
+def test_the_text_has_the_verdicts(tmp_path: Path) -> None:
+    sample = default_grammar().sample_many(5, np.random.default_rng(0))
+    path = write_text(tmp_path, sample)
+    assert path == tmp_path / "harness_ext" / "reviews_text" / "test.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert rows == [{"text": review.document} for review in sample]
 
 
 def test_prompts_of_the_demo_use_words_of_the_language(grammar: ReviewGrammar) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "DATASET",
     "END_OF_TEXT",
     "SENTIMENTS",
+    "TEXT_DATASET",
     "BayesAccuracy",
     "Entropy",
     "Review",
@@ -40,11 +41,15 @@ __all__ = [
     "default_grammar",
     "entropy",
     "write_dataset",
+    "write_text",
 ]
 
 SENTIMENTS = ("negative", "positive")
 DATASET = "harness_ext/reviews"
 """Name of the downstream dataset, as `dataset_path` of a task."""
+
+TEXT_DATASET = "harness_ext/reviews_text"
+"""Name of the held-out text, as `dataset_path` of a task on running text."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -407,6 +412,20 @@ def write_dataset(folder: Path, *, train: Sequence[Review], test: Sequence[Revie
                 row = {"text": review.text, "label": review.sentiment, "label_text": SENTIMENTS[review.sentiment]}
                 file.write(json.dumps(row) + "\n")
     return target
+
+
+def write_text(folder: Path, sample: Sequence[Review]) -> Path:
+    """Write held-out text, verdicts included, as `<folder>/harness_ext/reviews_text/test.jsonl` with the column `text`.
+
+    Returns:
+        The file.
+    """
+    target = folder / TEXT_DATASET
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / "test.jsonl"
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps({"text": review.document}) + "\n" for review in sample)
+    return path
 
 
 def build_tokenizer(grammar: ReviewGrammar, *, max_length: int) -> PreTrainedTokenizerFast:
