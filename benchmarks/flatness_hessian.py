@@ -3,25 +3,26 @@
     python benchmarks/flatness_hessian.py
     python benchmarks/flatness_hessian.py --model FOLDER --text FILE.jsonl --blocks 8 --probes 8
 
-Without `--model`, a GPT-2 with 2 layers, d = 64 and V = 200 is trained on sentences of a hidden Markov chain, and
-the batch is 16 blocks of 16
-tokens. The estimators:
+Without `--model`, a GPT-2 with 2 layers, d = 64 and V = 200 is trained on sentences of a hidden Markov chain, and the batch
+is 16 blocks of 16 tokens. The estimators:
 
 - `held`: `hessian_probes`, a direction for each block, inputs of weights held (harness_ext/flatness/hessian.py);
 - `plain`: the same differences of the loss with the weights themselves moved, a direction for each block;
 - `gaussian`: double backward with one Gaussian direction for the batch, as in the code of Liu et al. (ICML 2023);
-- `signs`: the same with random signs, which is what pyhessian and curvlinops-for-pytorch compute.
+- `signs`: the same with random signs;
+- `pyhessian`, `curvlinops`: those packages (pyhessian, curvlinops-for-pytorch), if they are installed, on the batch as one;
+  they need the unfused attention that is switched on for them.
 
-One fb is a forward and backward pass of the batch. It is measured here, and everything is in multiples of it, in CPU
-seconds, with
-the forward passes at θ of `held` and `plain` shared by the probes of a block. `passes` counts a forward as 1/3 fb, a
-double backward as 2 fb
-(what is beside forward passes in `held`, the products with the sign matrices, is not in it).
+One fb is a forward and backward pass of the batch, block by block, or as one for the packages. It is measured here, and
+everything is in multiples of it, in CPU seconds, with the forward passes at θ of `held` and `plain` shared by the probes of a
+block. `passes` counts a forward as 1/3 fb, a double backward as 2 fb (what is beside forwards in `held`, the products with
+the sign matrices, is not in it).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import resource
 import time
@@ -39,7 +40,19 @@ from harness_ext.flatness.loss import Blocks, PretrainingLoss, prepared, select_
 from harness_ext.flatness.signs import generator_of, random_signs
 from harness_ext.flatness.weights import Weights
 
+ESTIMATORS = ["held", "plain", "gaussian", "signs", "pyhessian", "curvlinops"]
 STATES, WORDS, TOKENS = 20, 200, 16
+
+
+class Logits(nn.Module):
+    """A model that gives its logits, (tokens, V), as the packages want them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
 
 
 def sample(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -95,7 +108,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--probes", type=int, default=50, help="probes of each block and estimator")
     parser.add_argument("--train-steps", type=int, default=1500)
-    parser.add_argument("--estimators", nargs="+", default=["held", "plain", "gaussian", "signs"])
+    parser.add_argument("--estimators", nargs="+", default=ESTIMATORS)
     arguments = parser.parse_args()
     if arguments.model:
         if arguments.text is None:
@@ -144,6 +157,35 @@ def main() -> None:
                 total += weight * float(sum((h * s).sum() for h, s in zip(products, v, strict=True)))
             return total
 
+        def of_package(name: str) -> tuple[list[float], float]:
+            """Values of a package's probes, and the CPU seconds of its fb."""
+            inputs, targets = (torch.cat(parts) for parts in zip(*[(b.tokens, b.targets) for b in blocks], strict=True))
+            targets = targets.flatten()
+            network, criterion = Logits(model), nn.CrossEntropyLoss()
+
+            def whole() -> None:
+                torch.autograd.grad(criterion(network(inputs), targets), list(parameters.values()))
+
+            whole()
+            of_one = min(seconds(whole) for _ in range(3))
+            if name == "pyhessian":
+                from pyhessian import hessian
+
+                # It stops by itself when its running mean changes little; a tolerance of 0 keeps it going.
+                return hessian(network, criterion, data=(inputs, targets), cuda=False).trace(len(probes), tol=0), of_one
+            from curvlinops import HessianLinearOperator
+
+            weights_of = [p for p in network.parameters() if p.requires_grad]
+            operator = HessianLinearOperator(
+                network, criterion, weights_of, [(inputs, targets)], check_deterministic=False, progressbar=False
+            )
+            found = []
+            for probe in probes:
+                signs = [random_signs(p.shape, generator_of(3, probe, str(i))) for i, p in enumerate(weights_of)]
+                products = operator @ signs
+                found.append(float(sum((h * v).sum() for h, v in zip(products, signs, strict=True))))
+            return found, of_one
+
         def backward() -> None:
             for block in blocks:
                 torch.autograd.grad(loss.mean_loss(block), list(parameters.values()))
@@ -155,15 +197,23 @@ def main() -> None:
             f"{'estimator':10s} {'tr H':>9s} {'± ':>7s} {'var/tr²':>9s} {'passes':>7s} {'to 1 %':>8s} {'CPU fb':>7s} {'to 1 %':>8s}"  # noqa: E501
         )
         for name in arguments.estimators:
+            of_name = unit
             started = time.process_time()
-            if name in ("held", "plain"):
+            if name in ("pyhessian", "curvlinops"):
+                if importlib.util.find_spec(name) is None:
+                    print(f"{name:10s} is not installed")
+                    continue
+                with second_derivatives(model):
+                    found, of_name = of_package(name)
+                values, passes = np.array(found), 2.0
+            elif name in ("held", "plain"):
                 values = weights @ np.array([(held if name == "held" else plain)(block) for block in blocks])
                 passes = 2 / 3
             else:
                 with second_derivatives(model):
                     values = np.array([double_backward(probe, name == "gaussian") for probe in probes])
                 passes = 2.0
-            cost = (time.process_time() - started) / len(probes) / unit
+            cost = (time.process_time() - started) / len(probes) / of_name
             variance = values.var(ddof=1) / values.mean() ** 2
             print(
                 f"{name:10s} {values.mean():9.2f} {values.std(ddof=1) / len(values) ** 0.5:7.2f} {variance:9.5f} {passes:7.2f} "

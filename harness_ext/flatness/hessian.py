@@ -55,6 +55,10 @@ NOISE_STEP = 1e-7
 """A step at which the second difference is rounding alone, though logits still differ in their last bits."""
 
 
+NOISE_SHARE = 0.01
+"""Rounding of one block's second difference that is of no account beside the choice of directions and blocks."""
+
+
 class Probe(NamedTuple):
     """One direction for one block.
 
@@ -132,9 +136,11 @@ def hessian_probes(
 def choose_step(loss: PretrainingLoss, parameters: Mapping[str, nn.Parameter], block: Blocks, *, seed: int) -> Step:
     """Choose a step on one block and compare it with the exact second derivative along the same direction.
 
-    The error of a step h has two parts. Truncation, O(h²), is estimated by |D(h) − D(h/√10)| / (1 − 1/10) for second
-    differences D. Rounding is σ/(√T h²), with σ the standard deviation over tokens of the differences with a step so small that
-    there is nothing else in them. The step with the smallest sum is taken.
+    The error of a step h has two parts. Rounding is σ/(√T h²), with σ the standard deviation over tokens of the differences
+    with a step so small that there is nothing else in them. Truncation, O(h²), is estimated by the largest change of the second
+    difference on the way to smaller steps, beyond their rounding: two neighbours alone may agree by chance where the loss is no
+    longer a parabola. Rounding is independent from block to block and averages out, and truncation does not, so the smallest
+    step is taken whose rounding is within `NOISE_SHARE` of the value, or else the one with the smallest sum of the two.
 
     Raises:
         TypeError, ValueError: As `hessian_probes`.
@@ -145,12 +151,8 @@ def choose_step(loss: PretrainingLoss, parameters: Mapping[str, nn.Parameter], b
     noise = float(line.second_difference(NOISE_STEP).square().mean().sqrt()) / math.sqrt(len(base.losses))
     noise = max(noise, torch.finfo(torch.float32).eps * float(base.losses.abs().mean()) / math.sqrt(len(base.losses)))
     values = [float(line.second_difference(step).mean()) / step**2 for step in STEPS]
-    errors = {}
-    for i, step in enumerate(STEPS[:-1]):
-        # The noise of the smaller step is in the difference too, so that truncation is not underestimated by chance alone.
-        errors[i] = abs(values[i] - values[i + 1]) / 0.9 + 2 * noise / step**2
-    best = min(errors, key=lambda i: errors[i] if math.isfinite(errors[i]) else math.inf)
-    value, error = values[best], errors[best]
+    best, error = _best_step(values, [2 * noise / step**2 for step in STEPS])
+    value = values[best]
     try:
         exact = line.second_derivative()
     except TypeError as reason:
@@ -167,6 +169,17 @@ def choose_step(loss: PretrainingLoss, parameters: Mapping[str, nn.Parameter], b
             error,
         )
     return Step(STEPS[best], relative, exact, value)
+
+
+def _best_step(values: Sequence[float], rounding: Sequence[float]) -> tuple[int, float]:
+    """Return the place of the step to take, and its error, from second differences and their rounding, largest step first."""
+    errors = {}
+    for i in range(len(values) - 1):
+        changes = [abs(values[i] - values[j]) - rounding[j] for j in range(i + 1, len(values))]
+        errors[i] = max(0.0, *changes) + rounding[i]
+    quiet = [i for i in errors if rounding[i] <= NOISE_SHARE * abs(values[i])]
+    best = max(quiet) if quiet else min(errors, key=lambda i: errors[i] if math.isfinite(errors[i]) else math.inf)
+    return best, errors[best]
 
 
 # The loss at θ, and along a direction. --------------------------------------------------------------------------------
@@ -358,7 +371,8 @@ class _Line:
         total, scale = -2 * self.base.losses, step / self.unit
         with Weights(self.base.moved) as weights:
             for sign in (1.0, -1.0):
-                weights.perturb(self.direction, sign * scale)
+                if self.base.moved:
+                    weights.perturb(self.direction, sign * scale)
                 total = total + self.token_losses(sign * scale)
         return total
 

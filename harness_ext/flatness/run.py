@@ -53,7 +53,7 @@ class FlatnessRun(NamedTuple):
     Attributes:
         values: By the number of a block that was measured, its value of each quantity: traces of the block's mean loss over its
             tokens, named as in the metrics of flatness tasks.
-        report: Plain JSON types: what was done, and the estimates by parameter.
+        report: Plain JSON types: what was done, and the estimates by parameter; None for a number that cannot be computed.
     """
 
     values: dict[int, dict[str, float]]
@@ -162,7 +162,7 @@ def measure(
         "by_parameter": accumulated.by_parameter(parameters),
         "seconds": round(time.perf_counter() - started, 3),
     }
-    return FlatnessRun(accumulated.values, report)
+    return FlatnessRun(accumulated.values, _without_nan(report))
 
 
 class _Accumulated:
@@ -302,6 +302,13 @@ def _groups(blocks: Sequence[Block], max_tokens: int) -> Iterator[list[Block]]:
             group = []
         group.append(block)
     yield group
+
+
+def _without_nan(value: Any) -> Any:
+    """Return plain JSON types with None in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_memory(model: nn.Module, options: FlatnessOptions) -> None:

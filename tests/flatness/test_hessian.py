@@ -139,6 +139,17 @@ def test_step_is_within_its_error_of_the_exact_value(family: str) -> None:
     assert step.relative_error < 0.15
 
 
+def test_large_steps_that_agree_by_chance_are_not_taken() -> None:
+    # Seen on random tokens under a model of 135M parameters; the exact value was 20,003.
+    values = [2235.3, 4010.9, 4092.7, -516.4, 17449.8, 19941.1, 19839.6]
+    rounding = [0.0, 0.005, 0.05, 0.5, 4.7, 46.5, 465.1]
+    assert hessian._best_step(values, rounding) == (5, 46.5)
+    # Where rounding is everywhere too large to be of no account, the smallest sum decides.
+    best, error = hessian._best_step([1.0, 1.1, 1.4, 3.0], [0.02, 0.2, 2.0, 20.0])
+    assert best == 0
+    assert error == pytest.approx(0.02)
+
+
 class LinearSoftmax(nn.Module):
     """z = W e(token), with fixed e: tr H = Σ_t ‖e_t‖² (1 − Σ p²) / T in closed form."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -43,6 +44,12 @@ def test_estimates_are_means_over_blocks_with_their_errors() -> None:
         estimate = found.report["estimates"][name]
         assert estimate["value"] == pytest.approx(values.mean(), rel=1e-12)
         assert estimate["stderr"] == pytest.approx(values.std(ddof=1) / math.sqrt(5), rel=1e-10)
+
+
+def test_one_block_has_no_error_and_the_report_is_json() -> None:
+    report = run(some_blocks(1)).report
+    assert report["estimates"]["fisher_trace"]["stderr"] is None
+    json.loads(json.dumps(report, allow_nan=False))
 
 
 def test_blocks_of_different_lengths_count_by_their_tokens() -> None:
