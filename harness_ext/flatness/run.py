@@ -109,7 +109,9 @@ def measure(
     with prepared(model, parameters):
         step = None
         if "hessian_trace" in options.quantities:
-            step = choose_step(loss, parameters, _batch(chosen[:1]), seed=options.seed)
+            # On the same block in whatever order they come.
+            first = min(chosen, key=lambda block: block.number)
+            step = choose_step(loss, parameters, _batch([first]), seed=options.seed)
             report["difference_step"] = step._asdict()
         bar: Any = tqdm(total=len(chosen), desc="Flatness", unit=" blocks", disable=not progress)
         # Precision is looked at after rounds of the same blocks, however they are batched.
