@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ F_OF_S = Feature()
 
 READOUT_ROWS = 1024
 """States collected before their log-probabilities are read out together."""
+
+PUT_ROWS = 4096
+"""Vectors converted to float32 together."""
 
 TEXT_TOKENS = 4096
 """Tokens in a batch of whole texts, padding included."""
@@ -89,30 +93,39 @@ class StateTable:
     """The vectors of a run and the model that gave them; a `contracts.FeatureSource`."""
 
     def __init__(
-        self, sequences_of: Mapping[Feature, Sequence[int]], model: LastStateModel, encoder: PromptEncoder
+        self,
+        sequences_of: Mapping[Feature, Sequence[int]],
+        num_sequences: int,
+        model: LastStateModel,
+        encoder: PromptEncoder,
     ) -> None:
         self._model, self._encoder = model, encoder
-        self._position = {
-            feature: {sequence: i for i, sequence in enumerate(sequences)}
-            for feature, sequences in sequences_of.items()
-        }
+        # The row of each sequence among the vectors of a feature; -1 where no task asked for it.
+        self._position = {feature: _positions(sequences, num_sequences) for feature, sequences in sequences_of.items()}
         self._values: dict[Feature, np.ndarray] = {}
 
     def put(self, sequences: Sequence[int], feature: Feature, vectors: Tensor) -> None:
         """Keep those of the vectors (n, d) that a task asked for."""
-        position = self._position.get(feature, {})
-        kept = [row for row, sequence in enumerate(sequences) if sequence in position]
-        if not kept:
+        if feature not in self._position:
+            return
+        of_all = self._position[feature]
+        position = of_all[np.array(sequences, dtype=np.int64)]
+        kept = np.flatnonzero(position >= 0)
+        if not len(kept):
             return
         if feature not in self._values:
-            self._values[feature] = np.empty((len(position), vectors.shape[1]), dtype=np.float32)
-        self._values[feature][[position[sequences[row]] for row in kept]] = vectors[kept].float().numpy()
+            self._values[feature] = np.empty((int(of_all.max()) + 1, vectors.shape[1]), dtype=np.float32)
+        # Vectors from the store come all at once: no second copy of them is made.
+        for start in range(0, len(kept), PUT_ROWS):
+            rows = kept[start : start + PUT_ROWS]
+            self._values[feature][position[rows]] = vectors[torch.from_numpy(rows)].float().numpy()
 
     def take(self, rows: Sequence[int], feature: Feature) -> np.ndarray:
         """Return float32 of shape (len(rows), d), not to be written to: a copy only where the rows are scattered."""
         feature = _resolve(feature, self._model.num_hidden_states)
-        of_row = self._position[feature]
-        position = np.array([of_row[row] for row in rows], dtype=np.int64)
+        position = self._position[feature][np.array(rows, dtype=np.int64)]
+        if len(position) and position.min() < 0:
+            raise KeyError(f"{feature} was not asked for in the request of row {rows[int(position.argmin())]}.")
         values = self._values[feature]
         if len(position) and np.array_equal(position, np.arange(position[0], position[0] + len(position))):
             return values[position[0] : position[0] + len(position)]
@@ -136,7 +149,7 @@ class StateTable:
         return self._model.readout.variances(torch.from_numpy(self.take(rows, F_OF_S)))
 
     def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens))."""
+        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens)); of `ALL_TOKENS`, shape (len(rows), V)."""
         return self._model.readout.probabilities(torch.from_numpy(self.take(rows, F_OF_S)), tokens)
 
     def text_states(self, texts: Sequence[str]) -> Iterator[TokenStates]:
@@ -177,7 +190,11 @@ def _batches_in_order(rows: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tupl
 
 
 class _Pass:
-    """The state of one pass; see `answer_requests`."""
+    """The state of one pass; see `answer_requests`.
+
+    There may be a million requests that ask for the same few things, so what is known of a request or a sequence is a place in
+    a list or an array, and tuples and sets of equal content are one object (`_shared`).
+    """
 
     def __init__(
         self,
@@ -187,87 +204,115 @@ class _Pass:
         requests: Sequence[PromptRequest],
         encoder: PromptEncoder,
     ) -> None:
-        self.model, self.store, self.contexts = model, store, contexts
-        self.encoded = encoder.encode_requests(contexts, requests)
-        self.features = [
-            tuple(one for feature in request.features for one in _expanded(feature, model.num_hidden_states))
-            for request in requests
-        ]
+        self.model, self.store, self.contexts, self.requests = model, store, contexts, requests
+        self._interned: dict[Any, Any] = {}
         self.table = SequenceTable()
-        self.prompt_of = [self.table.add(prompt.context) for prompt in self.encoded]
+        self.prompt_of: list[int] = []
+        self.words: list[tuple[tuple[int, ...], ...]] = []
+        self.cut_tokens: list[int] = []
+        for encoded in encoder.encode_requests(contexts, requests):
+            self.prompt_of.append(self.table.add(encoded.context))
+            self.words.append(self._shared(encoded.continuations))
+            self.cut_tokens.append(encoded.cut_tokens)
         self.distinct_prompts = len(self.table)
         # Prompts that are continued by the first tokens of a label word, by the sequence that this gives.
         self.continued_from: dict[int, int] = {}
-        # For each request and continuation, the (sequence, token) pairs whose log-probabilities add up to its own; None
-        # for one that is not wanted.
-        self.steps: list[list[list[tuple[int, int]] | None]] = [
-            [
-                [
-                    (self._continued(prompt, encoded.context, word[:position]), token)
+        # Of each sequence, the tokens whose log-probability is wanted, and where in `log_probs` those of the first one are.
+        self.tokens_wanted = self._tokens_of_sequences()
+        self.starts = np.cumsum([0, *map(len, self.tokens_wanted)])
+        self.log_probs = np.full(self.starts[-1], np.nan)
+        self.is_read = np.zeros(len(self.table), dtype=bool)
+        # Of each sequence, the vectors wanted: states, f(s) among them, and mixtures that are still to be made of it.
+        self.states_wanted, self.mixtures_wanted = self._features_of_sequences()
+        self.states = StateTable(self._sequences_of_features(), len(self.table), model, encoder)
+        self._unread: list[tuple[list[int], Tensor]] = []
+
+    def _shared(self, value: Any) -> Any:
+        return self._interned.setdefault(value, value)
+
+    def _steps(self, request: int) -> Iterator[list[tuple[int, int]] | None]:
+        """Yield the (sequence, token) pairs whose log-probabilities add up to that of each continuation; None: not wanted."""
+        for word in self.words[request]:
+            if len(word) > 1 and self.requests[request].one_token:
+                yield None
+            else:
+                yield [
+                    (self._continued(self.prompt_of[request], word[:position]), token)
                     for position, token in enumerate(word)
                 ]
-                if len(word) == 1 or not request.one_token
-                else None
-                for word in encoded.continuations
-            ]
-            for prompt, encoded, request in zip(self.prompt_of, self.encoded, requests, strict=True)
-        ]
-        self.tokens_wanted: dict[int, dict[int, int]] = {}
-        for steps in self.steps:
-            for sequence, token in (step for word in steps for step in word or ()):
-                tokens = self.tokens_wanted.setdefault(sequence, {})
-                tokens.setdefault(token, len(tokens))
-        self.states_wanted: dict[int, set[Feature]] = {sequence: {F_OF_S} for sequence in self.tokens_wanted}
-        self.mixtures_wanted: dict[int, set[Feature]] = {}
-        for prompt, features in zip(self.prompt_of, self.features, strict=True):
-            mixtures = {feature for feature in features if feature.mixture}
-            plain = {feature for feature in features if not feature.mixture}
-            self.states_wanted.setdefault(prompt, set()).update(plain or {F_OF_S}, {F_OF_S} if mixtures else ())
-            if mixtures:
-                self.mixtures_wanted.setdefault(prompt, set()).update(mixtures)
-        self.states = StateTable(self._sequences_of_features(), model, encoder)
-        self.log_probs: dict[int, np.ndarray] = {}
-        self._unread: list[tuple[int, Tensor]] = []
 
-    def _continued(self, prompt: int, context: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+    def _continued(self, prompt: int, tokens: tuple[int, ...]) -> int:
         if not tokens:
             return prompt
-        sequence = self.table.add(context + tokens)
+        sequence = self.table.add(self.table.token_ids[prompt] + tokens)
         self.continued_from.setdefault(sequence, prompt)
         return sequence
 
+    def _tokens_of_sequences(self) -> list[tuple[int, ...]]:
+        wanted: dict[int, tuple[int, ...]] = {}
+        for request in range(len(self.requests)):
+            of_request: dict[int, list[int]] = {}
+            for sequence, token in (step for word in self._steps(request) for step in word or ()):
+                of_request.setdefault(sequence, []).append(token)
+            for sequence, tokens in of_request.items():
+                wanted[sequence] = self._shared(tuple(dict.fromkeys((*wanted.get(sequence, ()), *tokens))))
+        return [wanted.get(sequence, ()) for sequence in range(len(self.table))]
+
+    def _features(self, request: int) -> tuple[Feature, ...]:
+        return _expanded(self.requests[request].features, self.model.num_hidden_states)
+
+    def _features_of_sequences(self) -> tuple[list[frozenset[Feature]], list[frozenset[Feature]]]:
+        f_only, nothing = frozenset({F_OF_S}), frozenset[Feature]()
+        states = [f_only if tokens else nothing for tokens in self.tokens_wanted]
+        mixtures = [nothing] * len(self.table)
+        for request, prompt in enumerate(self.prompt_of):
+            features = self._features(request)
+            mixed = {feature for feature in features if feature.mixture}
+            plain = {feature for feature in features if not feature.mixture}
+            if mixed or not plain:
+                plain.add(F_OF_S)
+            states[prompt] = self._shared(states[prompt] | plain)
+            mixtures[prompt] = self._shared(mixtures[prompt] | mixed)
+        return states, mixtures
+
     def _sequences_of_features(self) -> dict[Feature, list[int]]:
         result: dict[Feature, dict[int, None]] = {}
-        for prompt, features in zip(self.prompt_of, self.features, strict=True):
-            for feature in features:
+        for request, prompt in enumerate(self.prompt_of):
+            for feature in self._features(request):
                 result.setdefault(feature, {})[prompt] = None
         return {feature: list(sequences) for feature, sequences in result.items()}
 
     def look_up(self) -> list[int]:
         """Take what the store has; return the sequences that are missing a wanted state."""
-        unknown = {sequence: set(wanted) for sequence, wanted in self.states_wanted.items()}
-        f_of_s: list[tuple[list[int], Tensor]] = []
-        for wanted in (self.mixtures_wanted, unknown):
-            for feature in sorted({feature for features in wanted.values() for feature in features}, key=str):
-                sequences = [sequence for sequence, features in wanted.items() if feature in features]
-                found, vectors = self._stored(feature, sequences)
-                for sequence in found:
-                    wanted[sequence].discard(feature)
-                self.states.put(found, feature, vectors)
-                if feature == F_OF_S:
-                    f_of_s.append((found, vectors))
-        for sequences, vectors in f_of_s:
-            self._read_out_later(sequences, vectors)
+        is_missing = np.zeros(len(self.table), dtype=bool)
+        for feature in _sorted(self.mixtures_wanted):
+            found, vectors = self._stored(feature, self.mixtures_wanted)
+            self.states.put(found, feature, vectors)
+            self._have_mixture(found, feature)
+        for feature in _sorted(self.states_wanted):
+            found, vectors = self._stored(feature, self.states_wanted)
+            self.states.put(found, feature, vectors)
+            # After the mixtures, so that those from the store are not made again.
+            if feature == F_OF_S:
+                self._read_out_later(found, vectors)
+            missing = np.array([feature in features for features in self.states_wanted], dtype=bool)
+            missing[found] = False
+            is_missing |= missing
         self.read_out()
-        return [sequence for sequence, features in unknown.items() if features]
+        return np.flatnonzero(is_missing).tolist()
 
-    def _stored(self, feature: Feature, sequences: Sequence[int]) -> tuple[list[int], Tensor]:
+    def _stored(self, feature: Feature, wanted: Sequence[frozenset[Feature]]) -> tuple[list[int], Tensor]:
         if self.store is None:
             return [], torch.empty(0)
+        sequences = [sequence for sequence, features in enumerate(wanted) if feature in features]
         mask, raw = self.store.get(feature, [self.table.keys[sequence] for sequence in sequences])
         if raw is None:
             return [], torch.empty(0)
         return [sequence for sequence, flag in zip(sequences, mask, strict=True) if flag], _from_raw(raw)
+
+    def _have_mixture(self, sequences: Sequence[int], feature: Feature) -> None:
+        for sequence in sequences:
+            self.mixtures_wanted[sequence] = self._shared(self.mixtures_wanted[sequence] - {feature})
 
     def forward(self, batch: Sequence[Tree]) -> None:
         """Forward a batch; its states go to the store and to the tasks, its log-probabilities are read out."""
@@ -282,7 +327,7 @@ class _Pass:
                 if rows:
                     self._keep([sequences[row] for row in rows], feature, values[rows])
             self._read_out_later(sequences, vectors[F_OF_S])
-        if len(self._unread) >= READOUT_ROWS:
+        if sum(len(sequences) for sequences, _ in self._unread) >= READOUT_ROWS:
             self.read_out()
 
     def _keep(self, sequences: Sequence[int], feature: Feature, vectors: Tensor) -> None:
@@ -298,36 +343,46 @@ class _Pass:
             self.store.add(feature, [self.table.keys[sequence] for sequence in sequences], _to_raw(vectors))
 
     def _read_out_later(self, sequences: Sequence[int], vectors: Tensor) -> None:
-        for sequence, vector in zip(sequences, vectors, strict=True):
-            unread = sequence in self.tokens_wanted and sequence not in self.log_probs
-            if unread or self.mixtures_wanted.get(sequence):
-                self._unread.append((sequence, vector))
+        rows = [
+            row
+            for row, sequence in enumerate(sequences)
+            if (self.tokens_wanted[sequence] and not self.is_read[sequence]) or self.mixtures_wanted[sequence]
+        ]
+        if rows:
+            everything = len(rows) == len(vectors)
+            self._unread.append(([sequences[row] for row in rows], vectors if everything else vectors[rows]))
 
     def read_out(self) -> None:
         """Turn collected states into log-probabilities and mixtures."""
-        by_mixtures: dict[tuple[Feature, ...], list[tuple[int, Tensor]]] = {}
-        for sequence, vector in self._unread:
-            mixtures = tuple(sorted(self.mixtures_wanted.get(sequence, ()), key=str))
-            by_mixtures.setdefault(mixtures, []).append((sequence, vector))
+        if not self._unread:
+            return
+        sequences = [sequence for of_block, _ in self._unread for sequence in of_block]
+        blocks = [vectors for _, vectors in self._unread]
+        vectors = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        self._unread.clear()
+        by_mixtures: dict[frozenset[Feature], list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            by_mixtures.setdefault(self.mixtures_wanted[sequence], []).append(row)
         for mixtures, waiting in by_mixtures.items():
             for start in range(0, len(waiting), READOUT_ROWS):
-                sequences, vectors = zip(*waiting[start : start + READOUT_ROWS], strict=True)
-                self._read_out(sequences, torch.stack(vectors), mixtures)
-        self._unread.clear()
+                rows = waiting[start : start + READOUT_ROWS]
+                self._read_out([sequences[row] for row in rows], vectors[rows], sorted(mixtures, key=str))
 
     def _read_out(self, sequences: Sequence[int], vectors: Tensor, mixtures: Sequence[Feature]) -> None:
-        tokens = [list(self.tokens_wanted.get(sequence, ())) for sequence in sequences]
+        tokens = [self.tokens_wanted[sequence] for sequence in sequences]
         found, mixed = self.model.readout.read(vectors, tokens, [feature.mixture for feature in mixtures])
-        for sequence, values in zip(sequences, found, strict=True):
-            if bool(torch.isnan(values).any()):
-                raise ValueError(
-                    f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}"
-                )
-            self.log_probs[sequence] = values.double().numpy()
+        # In one array: a small one for each sequence would take more memory than its numbers.
+        values = torch.cat(found).double().numpy()
+        bounds = np.cumsum([0, *map(len, tokens)])
+        if len(bad := np.flatnonzero(np.isnan(values))):
+            sequence = sequences[int(np.searchsorted(bounds, bad[0], side="right")) - 1]
+            raise ValueError(f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}")
+        for sequence, first, last in zip(sequences, bounds, bounds[1:], strict=False):
+            self.log_probs[self.starts[sequence] : self.starts[sequence + 1]] = values[first:last]
+        self.is_read[sequences] = True
         for feature in mixtures:
             self._keep(sequences, feature, mixed[feature.mixture])
-            for sequence in sequences:
-                self.mixtures_wanted[sequence].discard(feature)
+            self._have_mixture(sequences, feature)
 
     def _where(self, sequence: int) -> str:
         prompt = self.continued_from.get(sequence, sequence)
@@ -335,23 +390,29 @@ class _Pass:
         return f"The prompt {text if len(text) <= 200 else text[:90] + ' … ' + text[-90:]!r}"
 
     def answers(self) -> list[PromptStates]:
+        """One answer a request; those about one prompt share what they can."""
+        keys = [key.hex() for key in self.table.keys[: self.distinct_prompts]]
+        places: dict[tuple[int, ...], dict[int, int]] = {}
+        for tokens in self.tokens_wanted:
+            if tokens not in places:
+                places[tokens] = {token: place for place, token in enumerate(tokens)}
+
+        def log_prob(sequence: int, token: int) -> float:
+            return float(self.log_probs[self.starts[sequence] + places[self.tokens_wanted[sequence]][token]])
+
         return [
             PromptStates(
-                key=self.table.keys[prompt].hex(),
+                key=keys[prompt],
                 log_probs=tuple(
-                    float("nan")
-                    if word is None
-                    else float(
-                        sum(self.log_probs[sequence][self.tokens_wanted[sequence][token]] for sequence, token in word)
-                    )
-                    for word in steps
+                    float("nan") if word is None else float(sum(log_prob(sequence, token) for sequence, token in word))
+                    for word in self._steps(request)
                 ),
-                num_tokens=tuple(len(word) for word in encoded.continuations),
-                cut_tokens=encoded.cut_tokens,
+                num_tokens=self._shared(tuple(len(word) for word in self.words[request])),
+                cut_tokens=self.cut_tokens[request],
                 row=prompt,
                 source=self.states,
             )
-            for prompt, encoded, steps in zip(self.prompt_of, self.encoded, self.steps, strict=True)
+            for request, prompt in enumerate(self.prompt_of)
         ]
 
 
@@ -400,20 +461,19 @@ def answer_requests(
         model.readout.output_embedding()  # raises now, and not after the pass, where there is none
     work = _Pass(model, store, contexts, requests, encoder)
     table, weights = work.table, documents if documents is not None else [1] * len(requests)
-    documents_of: dict[int, int] = {}
-    for prompt, weight in zip(work.prompt_of, weights, strict=True):
-        documents_of[prompt] = documents_of.get(prompt, 0) + weight
+    documents_of = np.zeros(len(table), dtype=np.int64)
+    np.add.at(documents_of, work.prompt_of, weights)
     try:
         missing = work.look_up()
         trees = share_prefixes(table.token_ids, missing)
         batches = make_batches(trees, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost)
-        total = sum(documents_of.values())
-        left = sum(documents_of.get(sequence, 0) for sequence in missing)
+        total = int(documents_of.sum())
+        left = int(documents_of[missing].sum())
         bar = tqdm(total=total, initial=total - left, unit="doc", desc="One pass", disable=not progress, smoothing=0.1)
         with bar:
             for batch in batches:
                 work.forward(batch)
-                bar.update(sum(documents_of.get(sequence, 0) for tree in batch for sequence in tree.sequences))
+                bar.update(int(documents_of[[sequence for tree in batch for sequence in tree.sequences]].sum()))
             work.read_out()
     finally:
         if store is not None:
@@ -429,16 +489,32 @@ def answer_requests(
         separate_tokens=sum(len(table.token_ids[sequence]) for sequence in missing),
         sharing=" and ".join(model.counts.ways) or "none",
         padding=model.counts.padding,
-        cut_prompts=sum(prompt.cut_tokens > 0 for prompt in work.encoded),
+        cut_prompts=sum(cut > 0 for cut in work.cut_tokens),
         seconds=time.perf_counter() - started,
     )
     return work.answers(), summary
 
 
-def _expanded(feature: Feature, num_hidden_states: int) -> Iterator[Feature]:
-    layers = range(num_hidden_states) if feature.layer == ALL_LAYERS else (feature.layer,)
-    for layer in layers:
-        yield _resolve(feature._replace(layer=layer), num_hidden_states)
+def _positions(sequences: Sequence[int], num_sequences: int) -> np.ndarray:
+    """Where each of 0..num_sequences - 1 stands among the sequences, -1 where it does not."""
+    position = np.full(num_sequences, -1, dtype=np.int64)
+    position[np.asarray(sequences, dtype=np.int64)] = np.arange(len(sequences))
+    return position
+
+
+def _sorted(wanted: Sequence[frozenset[Feature]]) -> list[Feature]:
+    """All features that some sequence wants, in an order that depends on nothing but their names."""
+    return sorted(frozenset[Feature]().union(*set(wanted)), key=str)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expanded(features: tuple[Feature, ...], num_hidden_states: int) -> tuple[Feature, ...]:
+    """Features with `ALL_LAYERS` as one for each layer, and all layers counted from 0."""
+    return tuple(
+        _resolve(feature._replace(layer=layer), num_hidden_states)
+        for feature in features
+        for layer in (range(num_hidden_states) if feature.layer == ALL_LAYERS else (feature.layer,))
+    )
 
 
 def _resolve(feature: Feature, num_hidden_states: int) -> Feature:

@@ -75,7 +75,7 @@ class SequenceTable:
         return index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tree:
     """Sequences that are forwarded as one row.
 

@@ -109,7 +109,8 @@ class FeatureStore:
             rows, positions = map(list, zip(*wanted, strict=True))
             states[positions] = shard_states[rows]
             found[positions] = True
-        return found, None if states is None else states[found]
+        # Indexing copies, and there may be gigabytes of them.
+        return found, states if states is None or found.all() else states[found]
 
     def add(self, feature: Feature, keys: Sequence[bytes], states: np.ndarray) -> None:
         """Take states of shape (len(keys), d); they are on disk within `FLUSH_SECONDS` or at `close`."""

@@ -22,6 +22,8 @@ __all__ = ["EncodedPrompt", "PromptEncoder"]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
+TEXTS_AT_ONCE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
@@ -55,6 +57,7 @@ class PromptEncoder:
         self.max_length = max_length
         self._special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         self._prefix_token_id = prefix_token_id
+        self._known_ids: dict[int, int] = {}
         self._prefix_text = None if prefix_token_id is None else tokenizer.decode(prefix_token_id)
         self._appended = self._count_appended()
         self._merged_warned = False
@@ -69,8 +72,16 @@ class PromptEncoder:
         return 0
 
     def _call(self, texts: list[str], **kwargs: Any) -> list[list[int]]:
-        # verbose=False: the tokenizer would warn of texts longer than the model's context, which are cut later.
-        return self._tokenizer(texts, return_attention_mask=False, verbose=False, **kwargs)["input_ids"]
+        ids: list[list[int]] = []
+        # In blocks, since a tokenizer returns a hundred bytes or more a token, of which the ids are a few.
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            # verbose=False: it would warn of texts longer than the model's context, which are cut later.
+            found = self._tokenizer(
+                texts[start : start + TEXTS_AT_ONCE], return_attention_mask=False, verbose=False, **kwargs
+            )["input_ids"]
+            # One object for each id that occurs, not one for each token.
+            ids += [[self._known_ids.setdefault(token, token) for token in of_text] for of_text in found]
+        return ids
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as prompts: BOS where the model's convention asks for it and the text does not bring it."""
