@@ -18,7 +18,6 @@ import numpy as np
 
 __all__ = [
     "ALL_LAYERS",
-    "ALL_TOKENS",
     "CONDITIONAL_MEAN",
     "LAST_LAYER",
     "RANDOM_PROJECTION",
@@ -37,9 +36,6 @@ LAST_LAYER = "last"
 
 ALL_LAYERS = "all"
 """As the layer of a requested feature: every hidden state, from the embedding to the last."""
-
-ALL_TOKENS: tuple[int, ...] = ()
-"""As the tokens of `FeatureSource.probabilities`: the whole vocabulary."""
 
 CONDITIONAL_MEAN = "conditional_mean"
 """Mixture Φᵀp_f(·|s): the conditional mean features."""
@@ -170,15 +166,8 @@ class FeatureSource(Protocol):
         """Whether the output embedding has a bias, which is part of p_f and no part of Φ."""
         ...
 
-    def probability_variances(self, rows: Sequence[int]) -> np.ndarray:
-        """Return the variance over rows of p_f(w|s), float64 of shape (V,); f(s) was asked for."""
-        ...
-
-    def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens)); f(s) was asked for.
-
-        Of all tokens, shape (len(rows), V), for `ALL_TOKENS`: give a few hundred rows at a time.
-        """
+    def probabilities(self, rows: Sequence[int]) -> np.ndarray:
+        """Return p_f(·|s), float32 of shape (len(rows), V), for a few hundred rows; f(s) was asked for."""
         ...
 
     def output_embedding(self) -> np.ndarray:

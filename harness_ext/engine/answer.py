@@ -144,13 +144,9 @@ class StateTable:
         """Whether the output embedding has a bias."""
         return self._model.readout.has_bias
 
-    def probability_variances(self, rows: Sequence[int]) -> np.ndarray:
-        """Return the variance over rows of p_f(w|s), float64 of shape (V,)."""
-        return self._model.readout.variances(torch.from_numpy(self.take(rows, F_OF_S)))
-
-    def probabilities(self, rows: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Return p_f of some tokens, float32 of shape (len(rows), len(tokens)); of `ALL_TOKENS`, shape (len(rows), V)."""
-        return self._model.readout.probabilities(torch.from_numpy(self.take(rows, F_OF_S)), tokens)
+    def probabilities(self, rows: Sequence[int]) -> np.ndarray:
+        """Return p_f(·|s), float32 of shape (len(rows), V), for a few hundred rows."""
+        return self._model.readout.probabilities(torch.from_numpy(self.take(rows, F_OF_S)))
 
     def text_states(self, texts: Sequence[str]) -> Iterator[TokenStates]:
         """Forward texts and yield the states of all their tokens, in order.

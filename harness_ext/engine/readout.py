@@ -106,38 +106,11 @@ class Readout:
         return log_probs, {name: torch.cat(values) for name, values in parts.items()}
 
     @torch.inference_mode()
-    def variances(self, states: Tensor) -> np.ndarray:
-        """Return the variance (divisor n) over states (n, d) of each token's probability, float64 of shape (V,)."""
-        count = 0
-        mean = squares = None
-        for _, logits, log_partition in self._chunks(states):
-            probabilities = logits.sub_(log_partition).exp_()
-            if probabilities.device.type == "mps":
-                probabilities = probabilities.cpu()
-            # Chan, Golub & LeVeque (1983): sums of squares of chunks are merged without cancellation.
-            chunk_mean = probabilities.mean(0, dtype=torch.float64)
-            chunk_squares = (probabilities - chunk_mean.float()).square_().sum(0, dtype=torch.float64)
-            size = len(probabilities)
-            if mean is None or squares is None:
-                mean, squares = chunk_mean, chunk_squares
-            else:
-                gap = chunk_mean - mean
-                mean = mean + gap * (size / (count + size))
-                squares = squares + chunk_squares + gap.square() * (count * size / (count + size))
-            count += size
-        assert mean is not None, "there is at least one state"
-        assert squares is not None
-        return np.asarray((squares / count).cpu().numpy())
-
-    @torch.inference_mode()
-    def probabilities(self, states: Tensor, tokens: Sequence[int]) -> np.ndarray:
-        """Return p_f of some tokens, float32 of shape (n, len(tokens)), for states (n, d)."""
-        result = np.empty((len(states), len(tokens)), dtype=np.float32)
-        index = torch.tensor(list(tokens), dtype=torch.long)
-        for rows, logits, log_partition in self._chunks(states):
-            chosen = logits.index_select(1, index.to(logits.device))
-            result[rows] = chosen.sub_(log_partition).exp_().cpu().numpy()
-        return result
+    def probabilities(self, states: Tensor) -> np.ndarray:
+        """Return p_f(·|s), float32 of shape (n, V), for a few hundred states (n, d)."""
+        return np.concatenate(
+            [torch.softmax(self.logits(states[rows]), dim=-1).cpu().numpy() for rows in self._slices(len(states))]
+        )
 
     @torch.inference_mode()
     def class_means(self, states: Tensor, labels: np.ndarray, num_classes: int) -> np.ndarray:
@@ -171,11 +144,15 @@ class Readout:
 
     def _chunks(self, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield rows, their logits (a tensor that may be changed, in inference mode) and log-partition (rows, 1)."""
-        size = max(1, CHUNK_VALUES // int(self._model.config.get_text_config().vocab_size))
-        for start in range(0, len(states), size):
-            rows = slice(start, min(start + size, len(states)))
+        for rows in self._slices(len(states)):
             logits = self.logits(states[rows])
             yield rows, logits, torch.logsumexp(logits, dim=-1, keepdim=True)
+
+    def _slices(self, num_states: int) -> Iterator[slice]:
+        """Yield runs of states whose logits are held at once."""
+        size = max(1, CHUNK_VALUES // int(self._model.config.get_text_config().vocab_size))
+        for start in range(0, num_states, size):
+            yield slice(start, min(start + size, num_states))
 
     def _mix(self, probabilities: Tensor, name: str) -> Tensor:
         """Multiply (n, V) by Φ or R, in float32."""

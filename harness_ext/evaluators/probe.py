@@ -155,7 +155,13 @@ class _Options(NamedTuple):
     grid: tuple[float, ...]
     num_folds: int
     scaling: _solvers.Scaling
+    total_variance: float | None
     device: torch.device
+
+    @property
+    def renew(self) -> bool:
+        """Columns that keep their sizes are very unequal; see step 5 of `_solvers`."""
+        return self.scaling == "common"
 
 
 def fit_probe(
@@ -167,6 +173,7 @@ def fit_probe(
     num_folds: int = 5,
     seed: int,
     scaling: _solvers.Scaling = "columns",
+    total_variance: float | None = None,
     device: torch.device | str | None = None,
 ) -> ProbeFit:
     """Choose C by stratified k-fold cross-validation and fit on all rows.
@@ -184,7 +191,9 @@ def fit_probe(
         seed: Of the folds, the only thing that is random.
         scaling: "columns" standardises each column. "common" divides all columns by one number, so that a column of
             little variance stays small and L2 sees the proportions as they are: for probabilities p_f(·|s), where most
-            of the vocabulary is noise. Either way inside each fold, and the total variance is d.
+            of the vocabulary is noise. Either way inside each fold.
+        total_variance: What the variances add up to under "common", which is what C is weighed against; "columns" has
+            d. None: d.
         device: Where to compute; it needs float64, which "mps" does not have. None: the CPU.
 
     Returns:
@@ -196,7 +205,7 @@ def fit_probe(
     """
     values = _features(features)
     targets, counts = _targets(labels, num_classes, len(values))
-    options = _options(c_grid, num_folds, scaling, device)
+    options = _options(c_grid, num_folds, scaling, total_variance, device)
     return _fit(values, targets, counts, [seed], options)[0]
 
 
@@ -209,6 +218,7 @@ def fit_probes(
     c_grid: Sequence[float] | None = None,
     num_folds: int = 5,
     scaling: _solvers.Scaling = "columns",
+    total_variance: float | None = None,
     device: torch.device | str | None = None,
 ) -> list[list[ProbeFit]]:
     """Fit probes on many features of the same documents, such as the layers of a model, under several seeds.
@@ -225,6 +235,7 @@ def fit_probes(
         c_grid: See there.
         num_folds: See there.
         scaling: See there.
+        total_variance: See there.
         device: See there.
 
     Returns:
@@ -236,7 +247,7 @@ def fit_probes(
     if not len(seeds):
         raise ValueError("seeds is empty; expected at least one seed of the folds, such as [0].")
     targets, counts = _targets(labels, num_classes, None)
-    options = _options(c_grid, num_folds, scaling, device)
+    options = _options(c_grid, num_folds, scaling, total_variance, device)
     fits: list[list[ProbeFit]] = []
     # `enumerate` would hold on to the last set while the next one is made.
     for features in feature_sets:
@@ -274,7 +285,7 @@ def _fit(
         if curvature is None or isinstance(data, _solvers.RotatedData):
             # Another order of the same rows has the same spectrum; rotated rows depend on the folds.
             curvature = _solvers.spectrum(data)
-        cross_validations.append(_cross_validate(data, curvature, grid, folds) if folds else None)
+        cross_validations.append(_cross_validate(data, curvature, options, grid, folds) if folds else None)
     assert data is not None
     assert curvature is not None
     if not folds:
@@ -285,7 +296,7 @@ def _fit(
         chosen = 0 if cross_validation is None else cross_validation.chosen
         if chosen not in final:
             start = None if cross_validation is None else cross_validation.start
-            final[chosen] = _final_fit(data, curvature, grid[chosen], start)
+            final[chosen] = _final_fit(data, curvature, options, grid[chosen], start)
     return [
         _described(final[0 if found is None else found.chosen], grid, folds, found, notes)
         for found in cross_validations
@@ -353,6 +364,7 @@ def _prepare(
             dtype=dtype,
             device=options.device,
             scaling=options.scaling,
+            total_variance=options.total_variance,
         )
 
     num_rows, dim = features.shape
@@ -368,7 +380,7 @@ def _prepare(
 
 
 def _cross_validate(
-    data: _solvers.Data, curvature: _solvers.Spectrum, grid: tuple[float, ...], num_folds: int
+    data: _solvers.Data, curvature: _solvers.Spectrum, options: _Options, grid: tuple[float, ...], num_folds: int
 ) -> _CrossValidation:
     """Fit every C on every fold's training rows and score it on the rest."""
     left_out = np.tile(np.arange(num_folds), len(grid))
@@ -379,6 +391,7 @@ def _cross_validate(
         np.repeat(grid, num_folds),
         tolerance=_CV_TOLERANCE,
         max_iterations=_MAX_ITERATIONS,
+        renew=options.renew,
     )
     correct = _solvers.count_correct(data, solutions, left_out)
     sizes = len(data.labels) - data.num_training_rows(left_out)
@@ -401,6 +414,7 @@ def _cross_validate(
 def _final_fit(
     data: _solvers.Data,
     curvature: _solvers.Spectrum,
+    options: _Options,
     c: float,
     start: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
 ) -> _FinalFit:
@@ -415,6 +429,7 @@ def _final_fit(
         max_iterations=_MAX_ITERATIONS,
         dtype=torch.float64,
         start=start,
+        renew=options.renew,
     )
     coefficients, intercept = _solvers.to_feature_units(data, solution.coefficients[0], solution.intercepts[0])
     correct = int(_solvers.count_correct(data, solution, everything, dtype=torch.float64)[0])
@@ -474,7 +489,11 @@ def _targets(labels: ArrayLike, num_classes: int, num_rows: int | None) -> tuple
 
 
 def _options(
-    c_grid: Sequence[float] | None, num_folds: int, scaling: _solvers.Scaling, device: torch.device | str | None
+    c_grid: Sequence[float] | None,
+    num_folds: int,
+    scaling: _solvers.Scaling,
+    total_variance: float | None,
+    device: torch.device | str | None,
 ) -> _Options:
     """Check the options; the grid is ascending and without repeats."""
     grid = tuple(sorted({float(value) for value in (DEFAULT_C_GRID if c_grid is None else c_grid)}))
@@ -485,7 +504,11 @@ def _options(
     if scaling not in get_args(_solvers.Scaling):
         known = " or ".join(map(repr, get_args(_solvers.Scaling)))
         raise ValueError(f"scaling is {scaling!r}; expected {known}.")
+    if total_variance is not None and scaling != "common":
+        raise ValueError(f'total_variance belongs to scaling "common", found {scaling!r}. Leave it out.')
+    if total_variance is not None and not 0 < total_variance < np.inf:
+        raise ValueError(f"total_variance is {total_variance}; expected a finite number above 0.")
     where = torch.device("cpu" if device is None else device)
     if where.type == "mps":
         raise ValueError("device is 'mps', which has no float64; fit the probe on 'cpu'.")
-    return _Options(grid, num_folds, scaling, where)
+    return _Options(grid, num_folds, scaling, total_variance, where)

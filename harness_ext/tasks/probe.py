@@ -321,6 +321,7 @@ class ProbeTask(PromptTask):
                 c_grid=self.options.c_grid,
                 num_folds=self.options.num_folds,
                 scaling=sets[0].features.scaling,
+                total_variance=sets[0].features.total_variance,
                 device=device,
             )
 
@@ -473,7 +474,7 @@ class SubsetWordsProbe(ProbeTask):
 
 
 class ProbabilitiesProbe(ProbeTask):
-    """A probe on p_f of all words but those that hardly vary; see `features.VARIANCE_LEFT_OUT`."""
+    """A probe on p_f of all words, along the directions in which it varies; see `evaluators.directions`."""
 
     FEATURES = "probabilities"
 

@@ -69,6 +69,18 @@ def test_grid_is_that_of_scikit_learn(num_classes: int, dtype: type) -> None:
     np.testing.assert_allclose(fit.coefficients * scale, model[1].coef_, atol=1e-4 * np.abs(model[1].coef_).max())
 
 
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_the_total_variance_is_what_c_is_weighed_against(num_classes: int) -> None:
+    """Features of k times the variance take a k-th of the C, fold by fold."""
+    features, labels = features_and_labels(200, 8, num_classes)
+    wide = fit_probe(
+        features, labels, num_classes=num_classes, c_grid=[0.01, 1], scaling="common", total_variance=80, seed=1
+    )
+    plain = fit_probe(features, labels, num_classes=num_classes, c_grid=[0.1, 10], scaling="common", seed=1)
+    assert wide.cv_accuracy == plain.cv_accuracy
+    np.testing.assert_allclose(wide.coefficients, plain.coefficients, rtol=1e-5)
+
+
 def test_large_problems_take_the_float32_path_to_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels = features_and_labels(500, 20, 3)
     expected = fit_probe(features, labels, num_classes=3, seed=0)
@@ -396,6 +408,9 @@ def test_any_small_problem_is_solved(seed: int, num_classes: int, dim: int, extr
         ({"c_grid": [1.0, float("inf")]}, "at least one value of C"),
         ({"features": np.zeros((0, 2)), "labels": np.zeros(0, dtype=int)}, "no training rows"),
         ({"scaling": "rows"}, "scaling is 'rows'; expected 'columns' or 'common'"),
+        ({"total_variance": 3.0}, "total_variance belongs to scaling \"common\", found 'columns'"),
+        ({"scaling": "common", "total_variance": 0.0}, "total_variance is 0.0; expected a finite number above 0"),
+        ({"scaling": "common", "total_variance": np.inf}, "total_variance is inf; expected a finite number above 0"),
         ({"device": "mps"}, "device is 'mps', which has no float64"),
     ],
 )

@@ -426,3 +426,31 @@ def test_products_are_in_full_float32_whatever_the_caller_uses(switch: str) -> N
         assert torch.get_float32_matmul_precision() == "medium"
     else:
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_a_renewed_preconditioner_reaches_the_same_solutions_sooner(num_classes: int) -> None:
+    """On columns of very unequal variances, such as distributions along their principal axes, and weak penalties."""
+    generator = np.random.default_rng(0)
+    latent = generator.standard_normal((300, 12))
+    logits = latent @ generator.standard_normal((12, 1000)) + 2 * generator.standard_normal(1000)
+    probabilities = np.exp(logits)
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    left, singular, _ = np.linalg.svd(probabilities - probabilities.mean(axis=0), full_matrices=False)
+    features = (left * singular)[:, :80]
+    drawn = latent @ generator.standard_normal((12, num_classes)) + generator.gumbel(size=(300, num_classes))
+    labels, part = drawn.argmax(axis=1), np.arange(300) % 3
+    data = partitioned(features, labels, part, scaling="common")
+    left_out, strengths = np.tile([0, 1, 2, NO_PART], 2), np.repeat([1.0, 100.0], 4)
+    plain, renewed = (
+        solve(data, spectrum(data), left_out, strengths, tolerance=1e-9, max_iterations=4000, renew=renew)
+        for renew in (False, True)
+    )
+    assert renewed.converged.all()
+    assert plain.converged.all()
+    assert renewed.iterations.sum() < plain.iterations.sum() / 2
+    np.testing.assert_allclose(renewed.objective, plain.objective, rtol=1e-7)
+    for index, (fold, c) in enumerate(zip(left_out, strengths, strict=True)):
+        scaled = CommonScaler().fit(features[part != fold]).transform(features[part != fold])
+        coefficients, _ = scikit_learn(scaled, labels[part != fold], c)
+        np.testing.assert_allclose(renewed.coefficients[index], coefficients, atol=1e-4 * np.abs(coefficients).max())

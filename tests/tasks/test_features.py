@@ -6,16 +6,19 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from oracles import continuation_log_prob, last_state, next_token_probabilities
+from sklearn.linear_model import LogisticRegression
 from tiny import tiny_model, tiny_tokenizer
 from worlds import FEATURE_PROBES, World, evaluate, feature_probe, hf_model, natural, probe, report, reviews, samples
 
 from harness_ext.contracts import TokenStates
+from harness_ext.evaluators.probe import fit_probe
 from harness_ext.tasks import features
 from harness_ext.tasks.features import FeatureSet
 
@@ -138,16 +141,51 @@ def test_words_of_any_number_of_tokens(any_lm: Any, world: World, kind: str, wor
     assert told["words_left_out"] == []
 
 
-def test_probabilities_of_the_tokens_that_vary(any_lm: Any, distributions: dict[str, np.ndarray]) -> None:
+def test_a_probe_on_all_probabilities_is_that_of_scikit_learn(
+    any_lm: Any, world: World, distributions: dict[str, np.ndarray]
+) -> None:
+    """On the dense p_f, centred and divided by the one number that makes its variances 1 on average; up and down the grid."""
     results, (made,) = run(any_lm, "probe_full")
-    train = distributions["train"]
-    variance = train.var(axis=0)
-    order, told = np.argsort(-variance), told_of(results, "probe_full")
-    left_out = 1 - np.cumsum(variance[order]) / variance.sum()
-    count = next(k + 1 for k in range(len(order)) if left_out[k] <= features.VARIANCE_LEFT_OUT)
-    assert told["tokens"] == made.make_train().shape[1] == count < told["vocabulary"] == len(variance)
-    assert told["variance_left_out"] == pytest.approx(left_out[count - 1], abs=1e-6)
-    compare(made, lambda split: distributions[split][:, np.sort(order[:count])])
+    train, test = (distributions[split].astype(np.float64) for split in ("train", "test"))
+    told = told_of(results, "probe_full")
+    assert told["vocabulary"] == train.shape[1] > told["directions"] == made.make_train().shape[1]
+    assert told["variance_left_out"] < 1e-6
+    (fitted,) = told["probes"]
+    assert fitted["converged"]
+    assert fitted["num_cv_unconverged"] == 0
+
+    mean, labels = train.mean(axis=0), np.array([row["label"] for row in world.splits["train"]])
+    scale = np.sqrt(train.var(axis=0).mean())
+    for c in fitted["c_grid"][::3]:
+        fit = fit_probe(
+            made.make_train(),
+            labels,
+            num_classes=2,
+            c_grid=[c],
+            scaling=made.scaling,
+            total_variance=made.total_variance,
+            seed=0,
+        )
+        model = LogisticRegression(C=c, solver="newton-cg", tol=1e-10, max_iter=5000).fit(
+            (train - mean) / scale, labels
+        )
+        for found, expected in ((made.make_train(), train), (made.make_test(), test)):
+            logits = model.decision_function((expected - mean) / scale)
+            assert fit.decision_scores(found)[:, 1] * 2 == pytest.approx(logits, abs=2e-3 * np.abs(logits).max())
+
+
+def test_probabilities_along_fewer_directions(lm: Any, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they leave out is measured."""
+    monkeypatch.setattr(features, "MOST_DIRECTIONS", 8)
+    monkeypatch.setattr(features, "ROWS_AT_ONCE", 7)
+    results, (made,) = run(lm, "probe_full")
+    dense = np.stack([next_token_probabilities(lm.model, ids(text)).numpy() for text in texts(world)["train"]])
+    told, total = told_of(results, "probe_full"), dense.var(axis=0).sum()
+    singular = np.linalg.svd(dense - dense.mean(axis=0), compute_uv=False)
+    best = np.square(singular[8:]).sum() / np.square(singular).sum()
+    assert told["directions"] == 8
+    assert told["variance_left_out"] == pytest.approx(1 - made.make_train().var(axis=0).sum() / total, abs=1e-5)
+    assert best - 1e-5 <= told["variance_left_out"] < 3 * best
 
 
 @pytest.mark.parametrize("ridge", [None, 0.5])
@@ -218,7 +256,8 @@ def test_the_coefficients_of_the_label_words_are_reported(lm: Any) -> None:
     assert told["label_entropy"] == pytest.approx(math.log(2))
     assert (told["num_rows"], told["num_held_out_rows"], told["num_words"]) == (40, 16, 2)
     losses = [entry["tau"] for entry in told["coefficients"]]
-    assert losses == sorted(losses, reverse=True)
+    # A wider bound never does worse, up to the last digit of the solver.
+    assert all(wide <= narrow + 1e-12 for narrow, wide in pairwise(losses))
     assert losses[-1] < told["label_entropy"]
 
 

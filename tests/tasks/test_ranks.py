@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from worlds import World, feature_probe, hf_model, natural, reviews
 
+from harness_ext.engine.readout import Readout
 from harness_ext.tasks.base import PromptTask
 
 RANKS = 3
@@ -44,6 +45,14 @@ def reports(monkeypatch: pytest.MonkeyPatch, tasks: list[PromptTask]) -> list[Ma
             failures.append(err)
             barrier.abort()
 
+    # Ranks are processes with a model each; these threads share one, whose head has a hook while it reads out.
+    alone, logits = threading.Lock(), Readout.logits
+
+    def one_at_a_time(self: Readout, states: Any) -> Any:
+        with alone:
+            return logits(self, states)
+
+    monkeypatch.setattr(Readout, "logits", one_at_a_time)
     monkeypatch.setattr(PromptTask, "gather", gather)
     threads = [threading.Thread(target=work, args=(task,)) for task in tasks]
     for thread in threads:
