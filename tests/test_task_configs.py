@@ -103,7 +103,8 @@ def test_a_task_on_text_is_its_corpus_and_its_kind(kind: str, corpus: str) -> No
 def test_a_tag_of_tasks_on_text_needs_neither_a_model_folder_nor_options(kind: str) -> None:
     index = TaskManager(include_path=str(CONFIGS), include_defaults=False).task_index
     assert index[kind].tags == {f"{kind}_wikitext"}
-    assert f"{kind}_demo" in index["demo"].tags
+    # A folder of a demo may hold the reviews and not the text.
+    assert f"{kind}_demo" not in index["demo"].tags
 
 
 @pytest.mark.parametrize(("evaluator", "dataset"), TASKS)

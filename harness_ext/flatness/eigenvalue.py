@@ -32,7 +32,7 @@ STORED = torch.bfloat16
 """Type of the vectors that are kept. Rounding x moves its Rayleigh quotient by the square of 2⁻⁹ only, and everything that is
 derived from a rounded vector is derived from its rounded values."""
 
-LOSS_CHANGE = 1e-5
+LOSS_CHANGE = 3e-5
 """Nats by which a step may change the loss along a direction of the largest curvature seen: far above float32's rounding."""
 
 FIRST_LOSS_CHANGE = 1e-2
@@ -41,6 +41,8 @@ FIRST_LOSS_CHANGE = 1e-2
 LARGEST_STEP = 3e-4
 """Root mean square of the changes of the weights by a step, at most, where the curvature would allow more."""
 
+PIECE = 2**20
+"""Elements worked on at once, so that what a piece needs stays in the cache and out of the peak of memory."""
 
 NOISE = 0.05
 """Length of the random part of the start, relative to the gradient's."""
@@ -83,10 +85,10 @@ def top_eigenvalue(
     blocks at this number of blocks. It covers neither what is left of the iteration's error (`residual`) nor the bias: u is
     fitted to these blocks, so that λ of few blocks is on average above λ of the corpus (it is a maximum, and convex in H).
 
-    Call it inside `prepared`. The weights come back bit by bit. Besides the weights, memory holds two vectors in float32 and
-    four in bfloat16, and the graph of one block. The result depends neither on how the blocks are batched, nor on the
-    device's random numbers. Where the loss has kinks (ReLU), differences see the curvature that the kinks have on average, and
-    double backward does not.
+    Call it inside `prepared`. The weights come back bit by bit. Besides the weights, memory holds two vectors in float32 (one
+    of them in bfloat16 if the weights came from that) and four in bfloat16, and the graph of one block. The result depends
+    neither on how the blocks are batched, nor on the device's random numbers. Where the loss has kinks (ReLU), differences see
+    the curvature that the kinks have on average, and double backward does not.
 
     Args:
         loss: L, of a model in float32 or float64: differences of gradients drown in the rounding of half precision.
@@ -187,7 +189,10 @@ class _Search:
                 "lambda_max. Look at the losses of these blocks."
             )
         scale = 1 / self.length if self.length else 0.0
-        self.d = {name: part.mul_(scale).to(STORED) for name, part in hx.items()}
+        for name, part in hx.items():
+            if name not in self.d:
+                self.d[name] = torch.empty_like(self.x[name])
+            self.d[name].copy_(part.mul_(scale))
 
     def improve(self) -> None:
         """Replace x by the vector of the largest Rayleigh quotient in the span of x, d and p."""
@@ -203,18 +208,20 @@ class _Search:
             gram = [[xx, xd, xp], [xd, dd, dp], [xp, dp, _dot(p, p)]]
             between = [[*between[0], _dot(x, hp)], [*between[1], _dot(p, hd)], [0.0, 0.0, _dot(p, hp)]]
         a, b, c = _largest(np.array(between), np.array(gram))
-        has_step = bool(p)
         for name in x:
-            hx = d[name].to(hd[name]).mul_(self.length).add_(x[name], alpha=self.rho)
-            step, h_step = d[name].to(hd[name]).mul_(b), hd[name].mul_(b)
-            if has_step:
-                step.add_(p[name], alpha=c)
-                h_step.add_(hp[name], alpha=c)
-            p[name], hp[name] = step.to(STORED), h_step.to(STORED)
-            # The sum is rounded, and H x is not: the residual is that of the rounded x up to H times the rounding, which is
-            # nothing, as rounding has no preferred direction among so many.
-            x[name] = step.add_(x[name], alpha=a).to(STORED)
-            hd[name] = h_step.add_(hx, alpha=a)
+            if name not in p:
+                p[name], hp[name] = torch.zeros_like(x[name]), torch.zeros_like(x[name])
+            whole = (x[name], d[name], p[name], hp[name], hd[name])
+            for x_, d_, p_, hp_, hd_ in zip(*(part.view(-1).split(PIECE) for part in whole), strict=True):
+                old, unit = x_.to(hd_.dtype), d_.to(hd_.dtype)
+                step = p_.to(hd_.dtype).mul_(c).add_(unit, alpha=b)
+                h_step = hp_.to(hd_.dtype).mul_(c).add_(hd_, alpha=b)
+                p_.copy_(step)
+                hp_.copy_(h_step)
+                # x is rounded, and H x is not: the residual is that of the rounded x up to H times the rounding, which is
+                # nothing, as rounding has no preferred direction among so many.
+                x_.copy_(step.add_(old, alpha=a))
+                hd_.copy_(h_step.add_(unit.mul_(self.length).add_(old, alpha=self.rho), alpha=a))
         self.set_residual(hd)
 
 
@@ -227,6 +234,9 @@ class _Hessian:
         self.largest_step = LARGEST_STEP * math.sqrt(sum(parameter.numel() for parameter in parameters.values()))
         self.step = self.largest_step
         self.curvature = 0.0
+        # Weights may move in place unless two tensors of the model share memory without being one.
+        tensors = [t for t in (*loss.model.parameters(), *loss.model.buffers()) if t.numel() and not t.is_meta]
+        self.compact = len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
 
     def gradient(self) -> Vector:
         """Return the gradient of the mean loss, in the type of the weights."""
@@ -241,41 +251,50 @@ class _Hessian:
 
     def times(self, vector: Vector) -> Vector:
         """Return H v, in the type of the weights."""
-        return self.times_by_block(vector)[0]
+        return self._times(vector, by_block=False)[0]
 
     def times_by_block(self, vector: Vector) -> tuple[Vector, np.ndarray]:
         """Return H v, and vᵀH_b v for each block, float64 of shape (n,)."""
+        return self._times(vector, by_block=True)
+
+    def _times(self, vector: Vector, *, by_block: bool) -> tuple[Vector, np.ndarray]:
+        """H v, and the values of blocks if they are wanted: each costs a pass over the parameters."""
         self.num_products += 1
         length = math.sqrt(_dot(vector, vector))
         if length == 0:
             return {name: torch.zeros_like(p) for name, p in self.parameters.items()}, np.zeros(len(self.blocks))
         step = self.step / length
+        width = 0.0
         slopes = np.zeros((2, len(self.blocks)))
         for parameter in self.parameters.values():
             parameter.grad = None
-        with Weights(self.parameters) as weights:
+        with Weights(self.parameters, compact=self.compact) as weights:
             for side, sign in enumerate((1, -1)):
                 weights.perturb(vector, sign * step)
+                # Twice the step, less what rounding has left out, which in large weights is all of it. For an eigenvector this
+                # makes up for it to first order.
+                width += sign * weights.displacement(vector) / length**2
                 # The sum of one side is subtracted from the other's as that builds up, in the one vector `grad`.
                 for parameter in self.parameters.values():
                     if parameter.grad is not None:
                         parameter.grad.neg_()
-                before = self._slope(vector)
+                before = self._slope(vector) if by_block else math.nan
                 for number, block in enumerate(self.blocks):
                     _add_gradient(self.loss, block)
-                    after = self._slope(vector)
+                    after = self._slope(vector) if by_block else math.nan
                     slopes[side, number], before = after - before, after
-        product = self._take(-1 / (2 * step * len(self.blocks)))
+        product = self._take(-1 / (width * len(self.blocks)))
         self.curvature = max(self.curvature, math.sqrt(_dot(product, product)) / length)
         if self.curvature:
             self.step = min(self.largest_step, math.sqrt(2 * LOSS_CHANGE / self.curvature))
-        return product, (slopes[0] - slopes[1]) / (2 * step)
+        return product, (slopes[0] - slopes[1]) / width
 
     def _take(self, scale: float) -> Vector:
         """Move `grad`, scaled, out of the parameters; zeros for one that the loss does not depend on."""
         taken = {}
         for name, parameter in self.parameters.items():
-            taken[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.mul_(scale)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.mul_(scale)
+            taken[name] = gradient.contiguous()
             parameter.grad = None
         return taken
 
@@ -298,11 +317,12 @@ def _add_gradient(loss: PretrainingLoss, block: Blocks) -> None:
 
 
 def _dot(a: Vector, b: Mapping[str, Tensor]) -> float:
-    """⟨a, b⟩ over the names that b has, accumulated in float64 over parameters."""
+    """⟨a, b⟩ over the names that b has, accumulated in float64 over pieces."""
     total = 0.0
     for name, part in b.items():
         dtype = torch.promote_types(torch.float32, torch.promote_types(a[name].dtype, part.dtype))
-        total += float(torch.dot(a[name].flatten().to(dtype), part.flatten().to(dtype)))
+        pieces = zip(a[name].reshape(-1).split(PIECE), part.reshape(-1).split(PIECE), strict=True)
+        total += sum(float(torch.dot(of_a.to(dtype), of_b.to(dtype))) for of_a, of_b in pieces)
     return total
 
 

@@ -392,7 +392,8 @@ class FlatnessTask(CorpusTask):
         found: dict[str, Pair] = {name: (value * num_tokens, num_tokens) for name, value in values.items()}
         for name in ("fisher_trace", "hessian_trace"):
             if name in values:
-                found[f"{name}_per_param"] = (values[name] * num_tokens / self._num_parameters, num_tokens)
+                # A million: lm_eval prints four decimals.
+                found[f"{name}_per_mparam"] = (values[name] * num_tokens / self._num_parameters * 1e6, num_tokens)
         if "fisher_trace" in values and "hessian_trace" in values:
             found["hessian_over_fisher"] = (values["hessian_trace"] * num_tokens, values["fisher_trace"] * num_tokens)
         if "loss" in values:

@@ -53,8 +53,8 @@ FLATNESS = (
     "hessian_trace_scaled",
     "ggn_trace",
     "ggn_trace_scaled",
-    "fisher_trace_per_param",
-    "hessian_trace_per_param",
+    "fisher_trace_per_mparam",
+    "hessian_trace_per_mparam",
     "lambda_max",
 )
 """Metrics of flatness tasks; those of loss tasks are the first two."""

@@ -113,6 +113,12 @@ class TestDense:
         parts = find(small.model, small.parameters, [small.blocks], max_iterations=1)
         assert parts.value == pytest.approx(whole.value, rel=2e-3)
 
+    def test_pieces_of_vectors_add_up(self, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = find(small.model, small.parameters, [small.blocks], max_iterations=3)
+        monkeypatch.setattr(eigenvalue, "PIECE", 7)
+        parts = find(small.model, small.parameters, [small.blocks], max_iterations=3)
+        assert parts.value == pytest.approx(whole.value, rel=2e-3)
+
     def test_not_converged(self, small: Small, top: TopEigenvalue) -> None:
         short = find(small.model, small.parameters, [small.blocks], max_iterations=1)
         assert not short.converged
@@ -130,8 +136,8 @@ class TestDense:
         assert first.value == again.value
         np.testing.assert_array_equal(first.per_block, again.per_block)
         assert first.value != other.value
-        converged = find(small.model, small.parameters, [small.blocks], seed=5)
-        assert converged.value == pytest.approx(top.value, rel=2e-3)
+        converged = find(small.model, small.parameters, [small.blocks], seed=5, tolerance=0.02)
+        assert converged.value == pytest.approx(top.value, rel=5e-3)
 
 
 class Toy(nn.Module):
@@ -243,6 +249,21 @@ def test_weights_and_gradients_come_back_after_an_interruption() -> None:
             assert (gradient == 7).all()
 
 
+def test_parameters_that_share_memory_without_being_one() -> None:
+    """They are two to the gradient, so they are two here; and both come back."""
+    model = small_model("llama").to(torch.bfloat16).float()
+    values = model.lm_head.weight.detach().clone()
+    model.model.embed_tokens.weight = nn.Parameter(values.clone())
+    parameters = select_parameters(model)
+    with prepared(model, parameters):
+        expected = find(model, parameters, [small_blocks()], max_iterations=2)
+    model.model.embed_tokens.weight = nn.Parameter(model.lm_head.weight.data)
+    parameters = select_parameters(model)
+    with prepared(model, parameters):
+        assert find(model, parameters, [small_blocks()], max_iterations=2).value == expected.value
+    assert torch.equal(model.lm_head.weight, values)
+
+
 class TestRefusals:
     def test_no_blocks(self) -> None:
         model = small_model("llama")
@@ -271,6 +292,43 @@ class TestRefusals:
 
 
 class TestWeights:
+    def test_compact(self) -> None:
+        """Weights that bfloat16 holds exactly move in place, the others do not, and all come back."""
+        model = small_model("llama")
+        with torch.no_grad():
+            model.lm_head.to(torch.bfloat16).float()
+            model.lm_head.weight[0, :3] = torch.tensor([-0.0, math.inf, 2.0**-130])
+        parameters = select_parameters(model)
+        exactly = {name: torch.equal(p, p.bfloat16().float()) for name, p in parameters.items()}
+        assert {name for name in exactly if exactly[name]} == {"lm_head.weight"}
+        before = {name: (p.data_ptr(), p.detach().clone()) for name, p in parameters.items()}
+        ones = {name: torch.ones_like(p) for name, p in parameters.items()}
+        with Weights(parameters, compact=True) as weights:
+            for scale in (0.5, -0.25):
+                weights.perturb(ones, scale)
+                for name, parameter in parameters.items():
+                    pointer, value = before[name]
+                    assert torch.equal(parameter, value + scale)
+                    assert (parameter.data_ptr() == pointer) == exactly[name]
+            weights.perturb(lambda name, theta: theta, 1.0)
+            for name, parameter in parameters.items():
+                assert torch.equal(parameter, 2 * before[name][1])
+            weights.perturb({}, 1.0)
+            for name, parameter in parameters.items():
+                assert torch.equal(parameter, before[name][1])
+            weights.perturb(ones, 1.0)
+        for name, parameter in parameters.items():
+            pointer, value = before[name]
+            assert parameter.data_ptr() == pointer
+            assert torch.equal(parameter.detach().view(torch.int32), value.view(torch.int32))
+
+    def test_displacement_is_what_rounding_has_left(self) -> None:
+        theta = nn.Parameter(torch.tensor([1.0, 1024.0]))
+        with Weights({"w": theta}) as weights:
+            weights.perturb({"w": torch.ones(2)}, 2.0**-20)
+            # Float32 has 23 bits after the first: 1024 does not move.
+            assert weights.displacement({"w": torch.tensor([3.0, 5.0])}) == 3 * 2.0**-20
+
     def test_moves_start_from_where_the_context_was_entered(self) -> None:
         model = small_model("llama")
         parameters = select_parameters(model)

@@ -42,8 +42,8 @@ def test_the_metrics_are_means_over_blocks_with_their_errors() -> None:
         assert found[f"{name}_stderr,none"] == pytest.approx(values.std(ddof=1) / math.sqrt(len(values)), rel=1e-6)
         assert told["estimates"][name]["value"] == pytest.approx(found[f"{name},none"], rel=1e-9)
     for name in ("fisher_trace", "hessian_trace"):
-        per_param = found[f"{name},none"] / told["num_parameters"]
-        assert found[f"{name}_per_param,none"] == pytest.approx(per_param, rel=1e-9)
+        per_million = 1e6 * found[f"{name},none"] / told["num_parameters"]
+        assert found[f"{name}_per_mparam,none"] == pytest.approx(per_million, rel=1e-9)
     ratio = found["hessian_trace,none"] / found["fisher_trace,none"]
     assert found["hessian_over_fisher,none"] == pytest.approx(ratio, rel=1e-9)
     json.dumps(results["results"])
