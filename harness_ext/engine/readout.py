@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness_ext.contracts import CONDITIONAL_MEAN, RANDOM_PROJECTION
+from harness_ext.halves import replace_head_input
 
 __all__ = ["Readout", "inference"]
 
@@ -62,17 +62,13 @@ class Readout:
         V counts the rows that the model pads its vocabulary with, as its own softmax does. Give a few hundred states at a
         time, or use the methods below.
         """
-
-        def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (states.to(device=args[0].device, dtype=args[0].dtype).unsqueeze(0), *args[1:])
-
         token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        handle = self._head.register_forward_pre_hook(replace)
-        try:
-            with inference(self._device, self._autocast_dtype), self._in_float32():
-                output = self._model(input_ids=token, use_cache=False)
-        finally:
-            handle.remove()
+        with (
+            replace_head_input(self._head, states.unsqueeze(0)),
+            inference(self._device, self._autocast_dtype),
+            self._in_float32(),
+        ):
+            output = self._model(input_ids=token, use_cache=False)
         return output.logits[0].float()
 
     @torch.inference_mode()
