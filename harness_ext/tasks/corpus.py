@@ -394,6 +394,9 @@ class FlatnessTask(CorpusTask):
             if name in values:
                 # A million: lm_eval prints four decimals.
                 found[f"{name}_per_mparam"] = (values[name] * num_tokens / self._num_parameters * 1e6, num_tokens)
+        if "lambda_max" in self.flatness.quantities and "lambda_max" not in values:
+            # It is of the first blocks only, and lm_eval warns of metrics that not all documents have.
+            found["lambda_max"] = (0.0, 0.0)
         if "fisher_trace" in values and "hessian_trace" in values:
             found["hessian_over_fisher"] = (values["hessian_trace"] * num_tokens, values["fisher_trace"] * num_tokens)
         if "loss" in values:

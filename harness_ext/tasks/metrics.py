@@ -14,7 +14,7 @@ import numpy as np
 from lm_eval.api import registry
 
 from harness_ext.evaluators import natural, scores
-from harness_ext.ratio import ratio_of_sums
+from harness_ext.ratio import Ratio, ratio_of_sums
 
 __all__ = [
     "ENSEMBLES",
@@ -163,14 +163,19 @@ class MajorityRate:
 class OverWindows:
     """A ratio of sums over windows of a corpus, such as nats over tokens; items are numerator and denominator of a window.
 
-    Where all windows have the same denominator it is the mean over windows, with its usual standard error.
+    Where all windows have the same denominator it is the mean over windows, with its usual standard error. A window of (0, 0)
+    has no part in it.
     """
 
+    def _ratio(self, items: Sequence[tuple[float, float]]) -> Ratio:
+        pairs = np.array(items, dtype=np.float64)
+        return ratio_of_sums(*pairs[pairs.any(axis=1)].T)
+
     def __call__(self, items: Sequence[tuple[float, float]]) -> float:
-        return ratio_of_sums(*np.array(items, dtype=np.float64).T).value
+        return self._ratio(items).value
 
     def stderr(self, items: Sequence[tuple[float, float]]) -> float:
-        return ratio_of_sums(*np.array(items, dtype=np.float64).T).stderr
+        return self._ratio(items).stderr
 
 
 OF_CLASSES: dict[str, Callable[[int], Any]] = {

@@ -35,8 +35,9 @@ def test_the_metrics_are_means_over_blocks_with_their_errors() -> None:
     of_task = {name.split(",")[0] for name in found if ",none" in name and "_stderr" not in name}
     assert of_task == set(FLATNESS) - {"ggn_trace", "ggn_trace_scaled"}
     for name in ("fisher_trace", "hessian_trace", "loss", "fisher_trace_scaled", "hessian_trace_scaled", "lambda_max"):
-        items = [sample[name] for sample in samples(results, "flatness_lines") if name in sample]
-        values = np.array([total / count for total, count in items])
+        items = [sample[name] for sample in samples(results, "flatness_lines")]
+        assert len(items) == 3
+        values = np.array([total / count for total, count in items if count])
         assert len(values) == (2 if name == "lambda_max" else 3)
         assert found[f"{name},none"] == pytest.approx(values.mean(), rel=1e-9)
         assert found[f"{name}_stderr,none"] == pytest.approx(values.std(ddof=1) / math.sqrt(len(values)), rel=1e-6)
