@@ -170,25 +170,34 @@ class Prompt:
 # ------------------------------------------------------------------------------------------------- find and load
 
 
-def prompt_folders() -> tuple[Path, ...]:
+def prompt_folders(data_folders: Sequence[Path] = ()) -> tuple[Path, ...]:
     """Return the folders that hold prompts, in the order in which an id is looked up.
+
+    Args:
+        data_folders: Folders of data, each of which may have prompts for them in a folder `prompts/`. They come last, so that
+            what lies beside a model adds prompts and replaces none.
 
     Raises:
         NotADirectoryError: If the environment variable HARNESS_EXT_PROMPTS names no folder.
     """
+    beside_data = [folder / "prompts" for folder in data_folders if (folder / "prompts").is_dir()]
     own = os.environ.get(PROMPTS_VARIABLE)
     if not own:
-        return (resources.prompts_folder(),)
+        return (resources.prompts_folder(), *beside_data)
     folder = Path(own).expanduser()
     if not folder.is_dir():
         raise NotADirectoryError(
             f"{PROMPTS_VARIABLE}={own}: no such folder. Make it name a folder of <dataset>/<name>.jinja, or unset it."
         )
-    return (folder, resources.prompts_folder())
+    return (folder, resources.prompts_folder(), *beside_data)
 
 
-def find_prompts(pattern: str) -> tuple[str, ...]:
+def find_prompts(pattern: str, *, data_folders: Sequence[Path] = ()) -> tuple[str, ...]:
     """Return the sorted ids that match a shell pattern such as `sst/*`, or the paths if it ends in `.jinja`.
+
+    Args:
+        pattern: Of ids or of paths.
+        data_folders: See `prompt_folders`.
 
     Raises:
         KeyError: If none matches; the message names the nearest ids.
@@ -199,7 +208,7 @@ def find_prompts(pattern: str) -> tuple[str, ...]:
         if not found:
             raise KeyError(f"{pattern}: no such file. A prompt of the package goes by its id, such as 'sst/it_was'.")
         return tuple(found)
-    known = _known_ids()
+    known = _known_ids(data_folders)
     matches = tuple(prompt_id for prompt_id in known if fnmatch.fnmatchcase(prompt_id, pattern))
     if not matches:
         raise _unknown(pattern, known)
@@ -216,7 +225,9 @@ def is_prompt_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not name.endswith(_SUFFIX)
 
 
-def resolve_prompts(option: str | Sequence[str], *, with_label_words: bool = False) -> tuple[str, ...]:
+def resolve_prompts(
+    option: str | Sequence[str], *, with_label_words: bool = False, data_folders: Sequence[Path] = ()
+) -> tuple[str, ...]:
     """Return the prompts that an option names, in its order: ids and paths for `load_prompt`.
 
     A pattern stands for its matches, sorted. A prompt that is named twice, be it by a pattern, its id or its path, is
@@ -226,6 +237,7 @@ def resolve_prompts(option: str | Sequence[str], *, with_label_words: bool = Fal
         option: An id, a path that ends in `.jinja`, a pattern such as `sst/*`, or a list of any of them.
         with_label_words: Leave out prompts without label words, which natural tasks cannot use, where a pattern brought
             them in; a warning names them. One that is named itself stays, for its user to find out.
+        data_folders: See `prompt_folders`.
 
     Raises:
         KeyError: If there is no such id, or a pattern matches nothing; the message names the nearest ids.
@@ -242,19 +254,19 @@ def resolve_prompts(option: str | Sequence[str], *, with_label_words: bool = Fal
     by_file: dict[Path, str] = {}
     for name in names:
         if is_pattern(name):
-            matches = find_prompts(name)
+            matches = find_prompts(name, data_folders=data_folders)
             if with_label_words:
-                matches = _with_label_words(name, matches)
+                matches = _with_label_words(name, matches, data_folders)
         else:
             matches = (name,)
         for match in matches:
-            path = _existing(match) if match.endswith(_SUFFIX) else _locate(match)
+            path = _existing(match) if match.endswith(_SUFFIX) else _locate(match, data_folders)
             by_file.setdefault(path.resolve(), match)
     return tuple(by_file.values())
 
 
-def _with_label_words(pattern: str, matches: Sequence[str]) -> tuple[str, ...]:
-    kept = tuple(name for name in matches if load_prompt(name).label_words)
+def _with_label_words(pattern: str, matches: Sequence[str], data_folders: Sequence[Path]) -> tuple[str, ...]:
+    kept = tuple(name for name in matches if load_prompt(name, data_folders=data_folders).label_words)
     left_out = ", ".join(name for name in matches if name not in kept)
     if not kept:
         raise KeyError(
@@ -266,8 +278,12 @@ def _with_label_words(pattern: str, matches: Sequence[str]) -> tuple[str, ...]:
     return kept
 
 
-def load_prompt(prompt: str | Path) -> Prompt:
+def load_prompt(prompt: str | Path, *, data_folders: Sequence[Path] = ()) -> Prompt:
     """Load a prompt by id (`sst/it_was`) or by a path that ends in `.jinja`.
+
+    Args:
+        prompt: The id or the path.
+        data_folders: See `prompt_folders`.
 
     Raises:
         KeyError: If there is no such id; the message names the nearest ones.
@@ -276,10 +292,10 @@ def load_prompt(prompt: str | Path) -> Prompt:
     """
     name = str(prompt)
     if not name.endswith(_SUFFIX):
-        return _read(name, _locate(name))
+        return _read(name, _locate(name, data_folders))
     path = _existing(name)
     resolved = path.resolve()
-    if any(resolved.parent.parent == folder.resolve() for folder in prompt_folders()):
+    if any(resolved.parent.parent == folder.resolve() for folder in prompt_folders(data_folders)):
         return _read(f"{resolved.parent.name}/{resolved.stem}", path)
     return _read(path.as_posix(), path)
 
@@ -294,25 +310,25 @@ def _existing(name: str) -> Path:
     return path
 
 
-def _known_ids() -> list[str]:
-    files = (path for folder in prompt_folders() for path in folder.glob(f"*/*{_SUFFIX}"))
+def _known_ids(data_folders: Sequence[Path] = ()) -> list[str]:
+    files = (path for folder in prompt_folders(data_folders) for path in folder.glob(f"*/*{_SUFFIX}"))
     return sorted({f"{path.parent.name}/{path.stem}" for path in files})
 
 
-def _locate(prompt_id: str) -> Path:
+def _locate(prompt_id: str, data_folders: Sequence[Path] = ()) -> Path:
     if not is_prompt_id(prompt_id):
         if "/" not in prompt_id or any(sign in prompt_id for sign in "*?["):
-            raise _unknown(prompt_id, _known_ids())
+            raise _unknown(prompt_id, _known_ids(data_folders))
         raise PromptError(
             f"{prompt_id!r} is no prompt id. Expected dataset/name, such as 'sst/it_was', or a path to a .jinja file."
         )
-    for folder in prompt_folders():
+    for folder in prompt_folders(data_folders):
         path = folder / f"{prompt_id}{_SUFFIX}"
         if path.is_file():
             if not path.resolve().is_relative_to(folder.resolve()):
                 raise PromptError(f"{path} leads out of {folder}, to {path.resolve()}. Put the file itself there.")
             return path
-    raise _unknown(prompt_id, _known_ids())
+    raise _unknown(prompt_id, _known_ids(data_folders))
 
 
 def _unknown(name: str, known: Sequence[str]) -> KeyError:

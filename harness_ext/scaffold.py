@@ -65,7 +65,7 @@ class DatasetConfig:
         splits: The splits that it names, training split first.
         text_column: The column of the document.
         label_column: The column of the label.
-        classes: Class names, in the order of the labels.
+        classes: Class names, in the order of the labels; none where they are what the data call the labels.
         prompt: Id of the default prompt.
         tasks: The tasks of the folder, sorted.
     """
@@ -119,11 +119,12 @@ def read_dataset(folder: Path) -> DatasetConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file. `harness-ext tasks new` writes one.")
     config = _read_yaml(path)
-    missing = [key for key in ("dataset_path", "doc_to_text", "doc_to_target", "doc_to_choice") if key not in config]
+    missing = [key for key in ("dataset_path", "doc_to_text", "doc_to_target") if key not in config]
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}. Compare task_configs/sst/_dataset.yaml.")
-    if not isinstance(config["doc_to_choice"], list):
-        raise ValueError(f"{path}: doc_to_choice is {config['doc_to_choice']!r}; expected the list of class names.")
+    classes = config.get("doc_to_choice", [])
+    if not isinstance(classes, list):
+        raise ValueError(f"{path}: doc_to_choice is {classes!r}; expected the list of class names.")
     splits = (config.get(f"{part}_split") for part in ("training", "validation", "test"))
     tasks = (_read_yaml(task).get("task") for task in folder.glob("*.yaml") if task != path)
     return DatasetConfig(
@@ -133,7 +134,7 @@ def read_dataset(folder: Path) -> DatasetConfig:
         splits=tuple(split for split in splits if split),
         text_column=str(config["doc_to_text"]),
         label_column=str(config["doc_to_target"]),
-        classes=tuple(str(name) for name in config["doc_to_choice"]),
+        classes=tuple(str(name) for name in classes),
         prompt=(config.get("metadata") or {}).get("prompt"),
         tasks=tuple(sorted(task for task in tasks if isinstance(task, str))),
     )

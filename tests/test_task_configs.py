@@ -15,6 +15,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness_ext import resources, scaffold
+from harness_ext.lab.languages import LANGUAGES, make_language
+from harness_ext.lab.languages.datasets import PROMPT_NAME
 from harness_ext.prompts import (
     PROMPTS_VARIABLE,
     check_prompt,
@@ -26,13 +28,21 @@ from harness_ext.prompts import (
 
 CONFIGS = resources.task_configs_folder()
 DATASETS = scaffold.read_datasets(CONFIGS)
+# Datasets of a language, by the tag of their tasks: data, classes and prompts come in the folder of a model of the lab.
+LAB = {
+    "lab_hmm": [name for name in DATASETS if name.startswith("hmm_")],
+    "lab_pcfg": [name for name in DATASETS if name.startswith("pcfg_")],
+    "lab_reviews": ["reviews_topic"],
+}
+OF_LAB = [name for names in LAB.values() for name in names]
+WITH_PROMPTS = [name for name in DATASETS if name not in OF_LAB]
 EVALUATORS = scaffold.evaluator_names(CONFIGS)
 TASKS = [(evaluator, dataset) for dataset in DATASETS for evaluator in EVALUATORS]
 # Tasks on running text, by corpus: `demo` comes in a model's folder, `corpus` is whatever --metadata says.
-CORPORA = {"wikitext": "wikitext", "demo": "demo_text", "corpus": "corpus"}
+CORPORA = {"wikitext": "wikitext", "demo": "demo_text", "hmm": "hmm_text", "pcfg": "pcfg_text", "corpus": "corpus"}
 LOSSES = {"loss": "LossTask", "flatness": "FlatnessTask"}
 CORPUS_TASKS = [(kind, corpus) for corpus in CORPORA for kind in LOSSES]
-OURS = {f"{kind}_{source}" for kind, source in TASKS + CORPUS_TASKS} | {*EVALUATORS, *LOSSES, "demo"}
+OURS = {f"{kind}_{source}" for kind, source in TASKS + CORPUS_TASKS} | {*EVALUATORS, *LOSSES, "demo", *LAB}
 
 # Evaluator -> class that runs it.
 CLASSES = {
@@ -104,7 +114,8 @@ def test_a_tag_of_tasks_on_text_needs_neither_a_model_folder_nor_options(kind: s
     index = TaskManager(include_path=str(CONFIGS), include_defaults=False).task_index
     assert index[kind].tags == {f"{kind}_wikitext"}
     # A folder of a demo may hold the reviews and not the text.
-    assert f"{kind}_demo" not in index["demo"].tags
+    for tag in ("demo", *LAB):
+        assert not {name for name in index[tag].tags if name.startswith(f"{kind}_")}
 
 
 @pytest.mark.parametrize(("evaluator", "dataset"), TASKS)
@@ -159,10 +170,14 @@ def test_every_evaluator_says_what_it_does() -> None:
 def test_lm_eval_sees_the_tasks_and_tags_and_no_others() -> None:
     index = TaskManager(include_path=str(CONFIGS), include_defaults=False).task_index
     assert set(index) == OURS
-    # The demo's data are beside its model, so `--tasks natural` on another model must not ask for them.
+    # The data of the demo and of the lab are beside their models, so `--tasks natural` on another model must not ask for them.
     for evaluator in EVALUATORS:
-        assert index[evaluator].tags == {f"{evaluator}_{dataset}" for dataset in DATASETS if dataset != "demo"}
+        assert index[evaluator].tags == {
+            f"{evaluator}_{dataset}" for dataset in DATASETS if dataset in WITH_PROMPTS and dataset != "demo"
+        }
         assert f"{evaluator}_demo" in index["demo"].tags
+    for tag, names in LAB.items():
+        assert index[tag].tags == {f"{evaluator}_{name}" for evaluator in EVALUATORS for name in names}
 
 
 @pytest.mark.slow
@@ -196,7 +211,7 @@ def test_every_prompt_suits_its_dataset(prompt_id: str) -> None:
     assert prompt.source == prompt.source.rstrip()
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("dataset", WITH_PROMPTS)
 def test_the_default_prompt_has_words_for_every_class(dataset: str) -> None:
     config = DATASETS[dataset]
     assert config.prompt is not None
@@ -204,13 +219,13 @@ def test_the_default_prompt_has_words_for_every_class(dataset: str) -> None:
     assert all(words_by_class(load_prompt(config.prompt), config.classes))
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("dataset", WITH_PROMPTS)
 def test_there_are_three_prompts_of_our_own_beside_the_papers(dataset: str) -> None:
     sources = [load_prompt(prompt_id).source for prompt_id in find_prompts(f"{dataset}/*")]
     assert sum("et al." not in source for source in sources) >= 3
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("dataset", WITH_PROMPTS)
 def test_no_two_prompts_are_the_same(dataset: str) -> None:
     assert duplicate_prompts(load_prompt(prompt_id) for prompt_id in find_prompts(f"{dataset}/*")) == []
 
@@ -232,7 +247,23 @@ def test_the_default_of_sst_is_that_of_the_readme() -> None:
 # ------------------------------------------------------------------------------------------------- the real data
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_the_datasets_of_the_lab_are_those_of_the_default_languages(kind: str) -> None:
+    language = make_language(kind)
+    # The sentiment of the reviews is the dataset `demo`.
+    tasks = [task for task in language.tasks if task.name != "reviews"]
+    assert sorted(task.name for task in tasks) == LAB[f"lab_{kind}"]
+    for task in tasks:
+        config = DATASETS[task.name]
+        assert config.dataset_path == f"harness_ext/{task.name}"
+        assert config.classes == ()
+        assert config.prompt == f"{task.name}/{PROMPT_NAME}"
+        assert set(_merged("probe_subset", task.name)["metadata"]["subset_words"]) <= set(language.words)
+    corpus = load_yaml(CONFIGS / f"{'demo' if kind == 'reviews' else kind}_text" / "_corpus.yaml", resolve_func=False)
+    assert corpus["dataset_path"] == f"harness_ext/{kind}_text"
+
+
+@pytest.mark.parametrize("dataset", WITH_PROMPTS)
 def test_yaml_and_prompts_agree_with_the_local_mirror(dataset: str) -> None:
     config = DATASETS[dataset]
     data = os.environ.get(scaffold.DATA_VARIABLE)

@@ -18,7 +18,7 @@ from harness_ext import __version__
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "run", "tasks", "prompts", "quad", "flatness", "cache")
+COMMANDS = ("demo", "run", "tasks", "prompts", "quad", "flatness", "lab", "leaderboard", "cache")
 """Modules of this package, in the order of the help text."""
 
 # These take another program's arguments, which argparse would reorder, abbreviate or answer (`--help`) itself.

@@ -173,7 +173,7 @@ def train(args: argparse.Namespace) -> int:
         },
         "start": {"model": args.model} if args.model else {"architecture": args.architecture, **_sizes(args)},
         "seed": args.seed,
-        "algorithm": {"name": "adamw", **vars(config), "dtype": args.dtype, "length": length},
+        "algorithm": {**config.to_dict(), "dtype": args.dtype, "length": length},
         "text": {"sources": args.text, "documents": len(documents), "held_out": len(text.held_out)},
         "tokens_fitted": fitted,
         "tokens_seen": result.tokens,
@@ -291,7 +291,9 @@ def _start(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokeniz
         return AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"), tokenizer
     from harness_ext.lab.model import ModelConfig, build_model
 
-    return build_model(ModelConfig(**_sizes(args)), tokenizer, seed=args.seed), tokenizer
+    return build_model(
+        ModelConfig(**_sizes(args), architecture=args.architecture), tokenizer, seed=args.seed
+    ), tokenizer
 
 
 def _block_size(length: int | None, model: PreTrainedModel) -> int:
@@ -345,7 +347,7 @@ def _pack(documents: Sequence[list[int]], *, end_of_text: int, length: int, batc
 
 def _save(folder: Path, model: Any, tokenizer: Any, record: dict[str, Any], *, data: Path | None) -> None:
     """Write the folder, which appears only when all is written, with the datasets of the model that was continued."""
-    from harness_ext.lab.train import save
+    from harness_ext.lab.checkpoints import save
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")

@@ -61,7 +61,7 @@ def list_tasks(args: argparse.Namespace) -> int:
         print(f"  {name}  ({config.dataset_path})")
         if set(config.tasks) != {f"{evaluator}_{name}" for evaluator in evaluators}:
             print(_hanging("    tasks    ", ", ".join(config.tasks) or "none", columns))
-        print(_hanging("    classes  ", ", ".join(config.classes), columns))
+        print(_hanging("    classes  ", ", ".join(config.classes) or "as the data name them", columns))
         count = len(list(prompts.glob(f"{name}/*.jinja")))
         print(f"    prompts  {count}, default {config.prompt}")
     example = next((task for config in datasets.values() for task in config.tasks), None)

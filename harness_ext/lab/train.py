@@ -1,59 +1,49 @@
-"""Train a small causal LM on documents, measure its loss, and save it as an ordinary Hugging Face folder.
+"""Train a small causal LM on documents by one of `lab.algorithms`, and measure its loss.
 
-Source of the recipe: AdamW (Loshchilov and Hutter, 2019) with linear warmup and cosine decay.
-The objectives are the cross-entropy and, of a `lab.quad.QuadModel`, the Quad loss.
-Known gaps: one algorithm; training cannot be resumed; documents are kept apart, so
-a model never sees two of them in one context, and few-shot prompts are new to it.
+The objectives are the cross-entropy and, of a `lab.quad.QuadModel`, the Quad loss. The learning rate rises linearly and then
+falls by a cosine, or stays. A `Trainer` can stop after any step and give its state for another to go on from.
+Known gap: documents are kept apart, so a model never sees two of them in one context, and few-shot prompts are new to it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from harness_ext.lab.algorithms import AdamW, Algorithm, Batch, LabelledTokens, Setting, algorithm_to_dict
 from harness_ext.lab.quad import IGNORED, QuadModel, last_states, linear_head, quad_losses
 
 __all__ = [
-    "LAB_FILE",
     "OBJECTIVES",
-    "SCHEMA_VERSION",
     "Blocks",
     "Loss",
     "TrainConfig",
     "TrainResult",
+    "Trainer",
     "check_packing",
     "cpu_threads",
     "encode",
     "pack",
     "packed_batches",
-    "save",
+    "progress_bar",
     "train",
     "validation_loss",
 ]
-
-LAB_FILE = "lab.json"
-SCHEMA_VERSION = 1
-"""Of `lab.json`."""
-
-_PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
 
 _PACKING_TOLERANCE = 1e-3
 
@@ -84,9 +74,9 @@ class TrainConfig:
         warmup: Fraction of the steps over which the rate rises linearly to its peak; a cosine then takes it to
             `final_fraction` of the peak.
         final_fraction: See `warmup`.
-        weight_decay: Decoupled; matrices only.
-        betas: Of AdamW.
-        max_grad_norm: The gradient is clipped to this norm.
+        weight_decay: Of matrices only; decoupled under AdamW, an L2 penalty under SGD.
+        max_grad_norm: The gradient is clipped to this norm; infinity leaves it.
+        algorithm: Makes the steps.
     """
 
     steps: int
@@ -95,12 +85,23 @@ class TrainConfig:
     warmup: float = 0.04
     final_fraction: float = 0.05
     weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    algorithm: Algorithm = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
             raise ValueError(f"steps and batch_size must be at least 1, got {self.steps} and {self.batch_size}")
+        if not 0 < self.learning_rate < math.inf or not self.max_grad_norm > 0:
+            raise ValueError(
+                f"learning_rate and max_grad_norm must be above 0, got {self.learning_rate} and {self.max_grad_norm}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types: the algorithm's name and settings, and those of the schedule."""
+        own = {name: value for name, value in vars(self).items() if name != "algorithm"}
+        if math.isinf(self.max_grad_norm):
+            own["max_grad_norm"] = None
+        return {**algorithm_to_dict(self.algorithm), **own}
 
     def rate_factor(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0, as a fraction of its peak."""
@@ -240,6 +241,158 @@ def packed_batches(
         yield _packed_inputs(tokens, positions), _packed_targets(tokens, positions)
 
 
+class Trainer:
+    """Trains `model` in place, each document seeing only itself.
+
+    The weights after a step depend on the model, the blocks, the configuration and `seed` alone, on a CPU to the last bit for
+    a given number of threads, wherever the training stopped in between. No global RNG is read.
+
+    Attributes:
+        step: Optimizer steps taken.
+        tokens_per_step: Tokens that a step sees, all processes together.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | QuadModel,
+        blocks: Blocks,
+        config: TrainConfig,
+        *,
+        seed: int,
+        objective: str = "cross_entropy",
+        dtype: torch.dtype = torch.float32,
+        labelled: Callable[[int, int], list[LabelledTokens]] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: A causal LM in float32, or a `QuadModel` of one for the objective "quad"; accelerate chooses its device.
+            blocks: As `pack` gives them. They are shuffled, and again each time that all have been seen.
+            config: The recipe.
+            seed: Of the order of the blocks and of the algorithm's own randomness.
+            objective: One of `OBJECTIVES`.
+            dtype: Of the forward pass, by autocast where it is not float32; the weights stay in float32.
+            labelled: See `algorithms.Setting`.
+
+        Raises:
+            KeyError: If the objective is unknown.
+            ValueError: If there are fewer blocks than one step takes, or the objective is not one of this model or algorithm.
+        """
+        _check_objective(model, objective)
+        if objective not in config.algorithm.objectives:
+            raise ValueError(
+                f"the algorithm {config.algorithm.name} has the objective {', '.join(config.algorithm.objectives)}, not "
+                f"{objective}"
+            )
+        self.config, self.step = config, 0
+        self._objective, self._dtype, self._seed = objective, dtype, seed
+        self._model, self._blocks = model, blocks
+        self._accelerator = Accelerator()
+        batches = config.algorithm.batches_per_step * self._accelerator.num_processes
+        blocks_per_step = config.batch_size * batches
+        if len(blocks.tokens) < blocks_per_step:
+            raise ValueError(f"expected at least {blocks_per_step} blocks for one step, got {len(blocks.tokens)}")
+        self.tokens_per_step = blocks_per_step * blocks.tokens.shape[1]
+        self._wrapped = self._accelerator.prepare(model)
+        self._rule = config.algorithm.start(
+            Setting(
+                model=self._wrapped,
+                loss=self._loss,
+                backward=self._accelerator.backward,
+                max_grad_norm=config.max_grad_norm,
+                parameter_groups=_parameter_groups(model, config.weight_decay),
+                labelled=labelled,
+            )
+        )
+
+    def run(self, until: int, *, bar: tqdm | None = None) -> list[float]:
+        """Train until `until` steps have been taken, at most `config.steps`, and return this process's loss at each new step.
+
+        Raises:
+            FloatingPointError: If the loss stops being finite; the model is then spoilt.
+        """
+        losses = []
+        self._wrapped.train()
+        loader = self._batches(until)
+        for number in range(self.step, until):
+            rate = self.config.learning_rate * self.config.rate_factor(number) * self.config.algorithm.rate_scale
+            for group in self._rule.optimizer.param_groups:
+                group["lr"] = rate
+            batches = [
+                Batch(_packed_inputs(tokens, positions), _packed_targets(tokens, positions))
+                for tokens, positions in (next(loader) for _ in range(self.config.algorithm.batches_per_step))
+            ]
+            seed = [self._seed, number, self._accelerator.process_index]
+            generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+            loss = self._rule.step(number, batches, generator)
+            losses.append(loss)
+            self.step = number + 1
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the training loss became {loss} at step {number}; lower learning_rate "
+                    f"({self.config.learning_rate}) or raise warmup ({self.config.warmup})"
+                )
+            if bar is not None:
+                bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+                bar.update(self.tokens_per_step)
+        self._model.eval()
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        """Return what training needs to go on: the step, the weights and the optimizer's memory, not copied."""
+        return {"step": self.step, "model": self._model.state_dict(), "optimizer": self._rule.optimizer.state_dict()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.step = int(state["step"])
+        self._model.load_state_dict(state["model"])
+        self._rule.optimizer.load_state_dict(state["optimizer"])
+
+    def _loss(self, batch: Batch) -> Tensor:
+        device = self._accelerator.device.type
+        with torch.autocast(device, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            return _mean_loss(self._wrapped, batch, self._objective)
+
+    def _batches(self, until: int) -> Iterator[Sequence[Tensor]]:
+        """Yield this process's batches of the steps from `self.step` on."""
+        processes = self._accelerator.num_processes
+        per_step = self.config.algorithm.batches_per_step * processes
+        order = _BlockOrder(
+            len(self._blocks.tokens),
+            self.config.batch_size,
+            seed=self._seed,
+            batches=range(self.step * per_step, until * per_step),
+        )
+        blocks = TensorDataset(torch.from_numpy(self._blocks.tokens), torch.from_numpy(self._blocks.positions))
+        # Of itself it would draw a seed from the global RNG.
+        generator = torch.Generator().manual_seed(0)
+        return iter(self._accelerator.prepare(DataLoader(blocks, batch_sampler=order, generator=generator)))
+
+
+class _BlockOrder(Sampler[list[int]]):
+    """The blocks of each batch: all of them in random order, and again in another until there are enough.
+
+    Blocks that do not fill a batch at the end of an order are left for the next.
+    """
+
+    def __init__(self, count: int, batch_size: int, *, seed: int, batches: range) -> None:
+        self._count, self._batch_size, self._seed, self._batches = count, batch_size, seed, batches
+        # Where accelerate shares batches out among processes, it looks for these.
+        self.batch_size, self.drop_last = batch_size, True
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        in_order = self._count // self._batch_size
+        order, number = np.empty(0, dtype=np.int64), -1
+        for batch in self._batches:
+            epoch, place = divmod(batch, in_order)
+            if epoch != number:
+                order, number = np.random.default_rng([self._seed, epoch]).permutation(self._count), epoch
+            yield order[place * self._batch_size : (place + 1) * self._batch_size].tolist()
+
+
 def train(
     model: PreTrainedModel | QuadModel,
     blocks: Blocks,
@@ -250,77 +403,34 @@ def train(
     dtype: torch.dtype = torch.float32,
     show_progress: bool = True,
 ) -> TrainResult:
-    """Train `model` in place, each document seeing only itself.
-
-    The result depends on the model, the blocks, the configuration and `seed` alone, on a CPU to the last bit for a
-    given number of threads. No global RNG is read.
+    """Train `model` in place to the end of its schedule; see `Trainer`.
 
     Args:
-        model: A causal LM in float32, or a `QuadModel` of one for the objective "quad"; accelerate chooses its device.
-        blocks: As `pack` gives them. They are shuffled, and again each time that all have been seen.
-        config: The recipe.
-        seed: Of the order of the blocks.
-        objective: One of `OBJECTIVES`.
-        dtype: Of the forward pass, by autocast where it is not float32; the weights stay in float32.
+        model, blocks, config, seed, objective, dtype: As `Trainer` takes them.
         show_progress: Show a bar with tokens, rate, loss and time left on stderr.
 
     Raises:
-        KeyError: If the objective is unknown.
-        ValueError: If there are fewer blocks than one step takes, or the objective is not one of this model.
-        FloatingPointError: If the loss stops being finite; the model is then spoilt.
+        KeyError, ValueError, FloatingPointError: As `Trainer` raises them.
     """
-    _check_objective(model, objective)
-    accelerator = Accelerator()
-    blocks_per_step = config.batch_size * accelerator.num_processes
-    if len(blocks.tokens) < blocks_per_step:
-        raise ValueError(f"expected at least {blocks_per_step} blocks for one step, got {len(blocks.tokens)}")
-    loader = DataLoader(
-        TensorDataset(torch.from_numpy(blocks.tokens), torch.from_numpy(blocks.positions)),
-        batch_size=config.batch_size,
-        shuffle=True,
-        drop_last=True,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(model, config.weight_decay),
-        lr=config.learning_rate,
-        betas=config.betas,
-        fused=accelerator.device.type in ("cpu", "cuda"),
-    )
-    # Not prepared: accelerate would step it once for each process.
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.rate_factor)
-    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    wrapped.train()
-    tokens_per_step = blocks_per_step * blocks.tokens.shape[1]
-    losses: list[float] = []
+    trainer = Trainer(model, blocks, config, seed=seed, objective=objective, dtype=dtype)
     started = time.perf_counter()
-    with tqdm(
-        total=config.steps * tokens_per_step,
-        desc="Training",
+    with progress_bar(config.steps * trainer.tokens_per_step, enabled=show_progress) as bar:
+        losses = trainer.run(config.steps, bar=bar)
+    seconds = time.perf_counter() - started
+    return TrainResult(config.steps, config.steps * trainer.tokens_per_step, tuple(losses), seconds)
+
+
+def progress_bar(tokens: int, *, enabled: bool = True, done: int = 0, desc: str = "Training") -> tqdm:
+    """Return a bar that counts tokens, on the main process only."""
+    return tqdm(
+        total=tokens,
+        initial=done,
+        desc=desc,
         unit="tok",
         unit_scale=True,
         mininterval=0.5,
-        disable=not (show_progress and accelerator.is_main_process),
-    ) as bar:
-        for step, (tokens, positions) in zip(range(config.steps), _cycle(loader), strict=False):
-            with torch.autocast(accelerator.device.type, dtype=dtype, enabled=dtype != torch.float32):
-                loss = _packed_loss(wrapped, tokens, positions, objective)
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(
-                    f"the training loss became {losses[-1]} at step {step}; lower learning_rate "
-                    f"({config.learning_rate}) or raise warmup ({config.warmup})"
-                )
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(wrapped.parameters(), config.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
-            bar.update(tokens_per_step)
-    seconds = time.perf_counter() - started
-    model.eval()
-    return TrainResult(config.steps, config.steps * tokens_per_step, tuple(losses), seconds)
+        disable=not (enabled and PartialState().is_main_process),
+    )
 
 
 @torch.no_grad()
@@ -377,28 +487,6 @@ def validation_loss(
     return Loss(value=float(value), stderr=float(stderr), tokens=int(lengths.sum()))
 
 
-def save(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write an ordinary Hugging Face folder, and `record` as its `lab.json` with a schema version and package versions.
-
-    Args:
-        folder: Made if it does not exist.
-        model: Saved as safetensors.
-        tokenizer: Saved beside it.
-        record: JSON types and dataclasses.
-
-    Returns:
-        What `lab.json` holds.
-    """
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    versions = {package: version(package) for package in _PACKAGES}
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **record, "versions": versions}, indent=2, default=_to_json)
-    (folder / LAB_FILE).write_text(text + "\n", encoding="utf-8")
-    return json.loads(text)
-
-
 def _check_objective(model: torch.nn.Module, objective: str) -> None:
     if objective not in OBJECTIVES:
         raise KeyError(f"unknown objective {objective!r}. Known: {', '.join(OBJECTIVES)}.")
@@ -424,13 +512,12 @@ def _packed_targets(tokens: Tensor, positions: Tensor) -> Tensor:
     return torch.nn.functional.pad(following, (0, 1), value=IGNORED)
 
 
-def _packed_loss(model: torch.nn.Module, tokens: Tensor, positions: Tensor, objective: str) -> Tensor:
-    """Mean loss per predicted token of blocks in which a token attends to earlier tokens of its own document alone."""
-    inputs, targets = _packed_inputs(tokens, positions), _packed_targets(tokens, positions)
+def _mean_loss(model: torch.nn.Module, batch: Batch, objective: str) -> Tensor:
+    """Mean loss per predicted token."""
     if objective == "quad":
-        return model(targets, **inputs).sum() / (targets != IGNORED).sum()
-    logits = model(**inputs, use_cache=False).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, :-1].flatten(), ignore_index=IGNORED)
+        return model(batch.targets, **batch.inputs).sum() / (batch.targets != IGNORED).sum()
+    logits = model(**batch.inputs, use_cache=False).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch.targets[:, :-1].flatten(), ignore_index=IGNORED)
 
 
 _TokenLosses = Callable[[Mapping[str, Tensor], Tensor], Tensor]
@@ -457,23 +544,8 @@ def _exact_quad_losses(model: PreTrainedModel | QuadModel) -> _TokenLosses:
     return losses
 
 
-def _cycle(loader: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-    while True:
-        count = 0
-        for count, batch in enumerate(loader, start=1):  # noqa: B007
-            yield batch
-        if count == 0:
-            raise ValueError("expected at least one batch for each process, got none; give more text")
-
-
 def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def _to_json(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"{LAB_FILE} cannot hold a {type(value).__name__}: {value!r}")

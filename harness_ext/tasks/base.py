@@ -1,8 +1,9 @@
 """What natural and probe tasks share: documents with labels, prompts, requests to the engine, metrics.
 
 A task is an ordinary lm_eval YAML: `doc_to_text` names the column of the document, `doc_to_target` the column of the label,
-`doc_to_choice` lists the classes in the order of the labels (or, for a column of strings, its values). Our own options live
-under `metadata`, the only key where lm_eval accepts what it does not know, so `--metadata` overrides them for one run:
+`doc_to_choice` lists the classes in the order of the labels (or, for a column of strings, its values); without it the classes
+are what the column `label_text` of the training split calls the labels. Our own options live under `metadata`, the only key
+where lm_eval accepts what it does not know, so `--metadata` overrides them for one run:
 
     prompt      id or path of the prompt template, or a pattern or a list of them: a sweep, whose prompts are evaluated in one
                 pass; a mapping from task name to any of these sets it task by task
@@ -34,13 +35,16 @@ from harness_ext import prompts
 from harness_ext.contracts import PromptRequest, PromptStates, Span
 from harness_ext.engine.attach import REQUEST_TYPE
 from harness_ext.tasks import metrics
-from harness_ext.tasks.data import LazySplits, open_dataset
+from harness_ext.tasks.data import LazySplits, data_folders, open_dataset
 
 __all__ = ["PromptTask"]
 
 logger = logging.getLogger("lm_eval.harness_ext.tasks")
 
 HIDDEN_LABEL = -1
+
+LABEL_NAMES = "label_text"
+"""Column with the names of the labels, in datasets that have one."""
 
 
 class PromptTask(ConfigurableTask):
@@ -67,11 +71,13 @@ class PromptTask(ConfigurableTask):
         for key in ("doc_to_text", "doc_to_target", "dataset_path"):
             if not isinstance(settings.get(key), str):
                 raise ValueError(f"{self._source()}: task {name!r} needs `{key}:`, found {settings.get(key)!r}.")
-        classes = settings.get("doc_to_choice")
+        if settings.get("doc_to_choice") is None:
+            settings["doc_to_choice"] = self._classes_of_data(settings)
+        classes = settings["doc_to_choice"]
         if not isinstance(classes, list) or len(classes) < 2:
             raise ValueError(
                 f"{self._source()}: task {name!r} needs `doc_to_choice:` with the names of at least two classes, in the "
-                f"order of the labels, found {classes!r}."
+                f"order of the labels, or a training split with them in a column {LABEL_NAMES!r}; found {classes!r}."
             )
         if (split := self._metadata.get("eval_split")) is not None:
             settings["test_split"] = str(split)
@@ -97,6 +103,36 @@ class PromptTask(ConfigurableTask):
 
     def _source(self) -> str:
         return str(self._metadata.get("config_source", "task config"))
+
+    @property
+    def _pretrained(self) -> str | None:
+        """The evaluated model, where it has a name."""
+        pretrained = self._metadata.get("pretrained")
+        return pretrained if isinstance(pretrained, str) else None
+
+    def _classes_of_data(self, settings: Mapping[str, Any]) -> list[str] | None:
+        """What `label_text` of the training split calls the labels 0 … K - 1; None where it does not name all of them."""
+        split, column = settings.get("training_split"), settings["doc_to_target"]
+        if split is None:
+            return None
+        rows = open_dataset(
+            settings["dataset_path"],
+            settings.get("dataset_name"),
+            pretrained=self._pretrained,
+            options=settings.get("dataset_kwargs"),
+        )[split]
+        if not {column, LABEL_NAMES} <= set(rows.column_names):
+            return None
+        names = dict(zip(rows[column], rows[LABEL_NAMES], strict=True))
+        return [names[label] for label in range(len(names))] if names.keys() == set(range(len(names))) else None
+
+    def _resolve_prompts(self, option: str | Sequence[str], *, with_label_words: bool = False) -> tuple[str, ...]:
+        return prompts.resolve_prompts(
+            option, with_label_words=with_label_words, data_folders=data_folders(self._pretrained)
+        )
+
+    def _load_prompt(self, name: str) -> prompts.Prompt:
+        return prompts.load_prompt(name, data_folders=data_folders(self._pretrained))
 
     def _load_templates(self, task: str) -> tuple[prompts.Prompt | None, ...]:
         """The prompts of this task, at least one; None stands for the bare document."""
@@ -176,11 +212,10 @@ class PromptTask(ConfigurableTask):
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Open the dataset (lm_eval's hook); see `tasks.data`."""
-        pretrained = self._metadata.get("pretrained")
         self.dataset: LazySplits = open_dataset(
             self.config.dataset_path,
             self.config.dataset_name,
-            pretrained=pretrained if isinstance(pretrained, str) else None,
+            pretrained=self._pretrained,
             options=dataset_kwargs,
         )
         self._report["data"] = self.dataset.source

@@ -2,7 +2,7 @@
 
 `HARNESS_EXT_DATA` names a folder with `<org>/<name>/<split>.jsonl` or `.parquet`; a dataset that is there is read from
 there, any other from the Hub. Datasets of the organisation `harness_ext` belong to a synthetic language, and the folder of
-a model trained on it carries them under `data/`.
+a model trained on it carries them under `data/`. Either folder may have prompts for its datasets under `prompts/`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-__all__ = ["DATA_VARIABLE", "LazySplits", "TextFile", "open_dataset", "open_text_file"]
+__all__ = ["DATA_VARIABLE", "LazySplits", "TextFile", "data_folders", "open_dataset", "open_text_file"]
 
 DATA_VARIABLE = "HARNESS_EXT_DATA"
 
@@ -84,6 +84,28 @@ def _read_rows(path: Path, split: str) -> datasets.Dataset:
         raise ValueError(f"{path}: cannot be read as {reader} ({reason}).") from err
 
 
+def data_folders(pretrained: str | None) -> tuple[Path, ...]:
+    """Return the folders of data that there are, in the order in which a dataset is looked up.
+
+    Args:
+        pretrained: The evaluated model, which may be a folder of the lab.
+
+    Raises:
+        NotADirectoryError: If `HARNESS_EXT_DATA` names no folder.
+    """
+    folders = []
+    mirror = os.environ.get(DATA_VARIABLE)
+    if mirror:
+        folders.append(Path(mirror).expanduser())
+        if not folders[0].is_dir():
+            raise NotADirectoryError(
+                f"{DATA_VARIABLE}={mirror}: no such folder. Set it to a folder with <org>/<name>/<split>.jsonl, or unset it."
+            )
+    if pretrained and (beside_model := Path(pretrained).expanduser() / "data").is_dir():
+        folders.append(beside_model)
+    return tuple(folders)
+
+
 def open_dataset(
     path: str, name: str | None, *, pretrained: str | None = None, options: Mapping[str, Any] | None = None
 ) -> LazySplits:
@@ -99,24 +121,18 @@ def open_dataset(
         NotADirectoryError: If `HARNESS_EXT_DATA` names no folder.
         FileNotFoundError: If a dataset of a synthetic language is asked for and the model's folder has none.
     """
-    mirror = os.environ.get(DATA_VARIABLE)
-    if mirror:
-        root = Path(mirror).expanduser()
-        if not root.is_dir():
-            raise NotADirectoryError(
-                f"{DATA_VARIABLE}={mirror}: no such folder. Set it to a folder with <org>/<name>/<split>.jsonl, or unset it."
-            )
-        if (root / path).is_dir():
-            return LazySplits(path, name, root / path, {})
-    if path.startswith(f"{OWN_ORGANISATION}/"):
-        folder = Path(pretrained).expanduser() / "data" / path if pretrained else None
-        if folder is None or not folder.is_dir():
-            raise FileNotFoundError(
-                f"{path} is a dataset of a synthetic language and comes in the folder of a model trained on it: expected "
-                f"{folder or '<pretrained>/data/' + path}. Make one with `harness-ext demo` and evaluate it with --model hf "
-                "--model_args pretrained=FOLDER."
-            )
-        return LazySplits(path, name, folder, {})
+    is_own = path.startswith(f"{OWN_ORGANISATION}/")
+    # A model's folder has nothing to say about datasets of others.
+    for folder in data_folders(pretrained if is_own else None):
+        if (folder / path).is_dir():
+            return LazySplits(path, name, folder / path, {})
+    if is_own:
+        expected = Path(pretrained).expanduser() / "data" / path if pretrained else None
+        raise FileNotFoundError(
+            f"{path} is a dataset of a synthetic language and comes in the folder of a model trained on it: expected "
+            f"{expected or '<pretrained>/data/' + path}. Make one with `harness-ext demo` and evaluate it with --model hf "
+            "--model_args pretrained=FOLDER."
+        )
     return LazySplits(path, name, None, options or {})
 
 

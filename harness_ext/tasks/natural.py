@@ -89,8 +89,8 @@ class NaturalTask(PromptTask):
                 f"{self._source()}: natural task {task!r} needs a prompt, found {option!r}. Give "
                 f'--metadata \'{{"prompt": "{task.removeprefix("natural_")}/NAME"}}\'; `harness-ext prompts list` shows them.'
             )
-        names = prompts.resolve_prompts(option, with_label_words=True)
-        templates = tuple(prompts.load_prompt(name) for name in names)
+        names = self._resolve_prompts(option, with_label_words=True)
+        templates = tuple(self._load_prompt(name) for name in names)
         self._words = [
             prompts.words_by_class(template, self.classes, label_column=self.label_column) for template in templates
         ]

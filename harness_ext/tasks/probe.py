@@ -89,7 +89,7 @@ class ProbeTask(PromptTask):
         option = self._prompt_option(task) if wanted is True else wanted
         if not isinstance(option, str | list | tuple) or not option:
             raise ValueError(f"{self._source()}: probe task {task!r} was asked for its prompt, found {option!r}.")
-        return tuple(prompts.load_prompt(name) for name in prompts.resolve_prompts(option))
+        return tuple(self._load_prompt(name) for name in self._resolve_prompts(option))
 
     def _load_words(self) -> tuple[str, ...]:
         """The words whose log-probabilities are the features; empty for other kinds."""
@@ -101,8 +101,8 @@ class ProbeTask(PromptTask):
             option = self._prompt_option(self.task_name)
             if option and (not isinstance(option, str) or prompts.is_pattern(option)):
                 # Which words a sweep means is open: the dataset's own prompt decides, or the first of the sweep.
-                option = self._prompt_of_yaml() or prompts.resolve_prompts(option, with_label_words=True)[0]
-            label_words = prompts.load_prompt(option).label_words if option else {}
+                option = self._prompt_of_yaml() or self._resolve_prompts(option, with_label_words=True)[0]
+            label_words = self._load_prompt(option).label_words if option else {}
             words = [word for of_class in label_words.values() for word in of_class]
         valid = isinstance(words, list) and all(isinstance(word, str) and word.strip() for word in words)
         if not valid or not words:

@@ -11,11 +11,14 @@ import torch
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness_ext.cli import demo, main
+from harness_ext.cli import main
+from harness_ext.cli.evaluation import Evaluation, evaluate_all
 from harness_ext.cli.quad import read_documents
-from harness_ext.lab.languages.reviews import build_tokenizer, default_grammar, write_dataset
+from harness_ext.lab.checkpoints import save
+from harness_ext.lab.languages.base import write_dataset
+from harness_ext.lab.languages.reviews import build_tokenizer, default_grammar
 from harness_ext.lab.model import ModelConfig, build_model
-from harness_ext.lab.train import encode, save, validation_loss
+from harness_ext.lab.train import encode, validation_loss
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_tokenizer(grammar, max_length=64)
     folder = tmp_path_factory.mktemp("start")
     train, test = (grammar.sample_many(100, np.random.default_rng(seed)) for seed in (0, 1))
-    write_dataset(folder / "data", train=train, test=test)
+    task = grammar.tasks[0]
+    splits = {"train": train, "test": test}
+    write_dataset(
+        folder / "data", task, {name: [task.example(review) for review in drawn] for name, drawn in splits.items()}
+    )
     save(folder, build_model(ModelConfig(width=16, depth=1, heads=2), tokenizer, seed=0), tokenizer, {})
     return folder
 
@@ -73,9 +80,11 @@ def test_a_model_is_continued_and_lm_eval_runs_on_it(
     ).read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["quad"]
 
-    results = demo.evaluate(out)["results"]
-    assert {results[task]["alias"] for task in demo.TASKS} == set(demo.TASKS)
-    assert all(0 <= results[task]["acc,none"] <= 1 for task in demo.TASKS)
+    tasks = ("natural_demo", "probe_demo")
+    evaluation = Evaluation("quad", "quad", tasks)
+    results = evaluate_all([evaluation], where=out.parent, out=tmp_path / "results", workers=1, threads=1)
+    found = json.loads(results["quad"].read_text())["results"]
+    assert all(0 <= found[task]["acc,none"] <= 1 for task in tasks)
 
 
 def test_the_result_depends_on_the_seed_alone(start: Path, text: Path, tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def test_a_checkout_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("dataset_path: [", "not valid YAML"),
         ("- a list", "expected a mapping, found list"),
-        ("dataset_path: x\ndoc_to_text: text", "no doc_to_target, doc_to_choice"),
+        ("dataset_path: x\ndoc_to_text: text", "no doc_to_target"),
         (
             "dataset_path: x\ndoc_to_text: t\ndoc_to_target: l\ndoc_to_choice: '{{ x }}'",
             "expected the list of class names",

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,12 @@ from tiny import tiny_model, tiny_tokenizer
 from worlds import DATASET, World, a_world, metric_list, reviews, task_config, write_split
 
 from harness_ext import __version__, plugin, resources, scaffold
-from harness_ext.cli import demo
+from harness_ext.cli.lab import link_data
 from harness_ext.engine.attach import REQUEST_TYPE
+from harness_ext.lab.checkpoints import find_checkpoints
+from harness_ext.lab.model import ModelConfig
+from harness_ext.lab.run import Plan, Run, prepare, train_run
+from harness_ext.lab.train import TrainConfig
 from harness_ext.prompts import find_prompts, load_prompt
 from harness_ext.tasks.data import DATA_VARIABLE
 from harness_ext.tasks.metrics import FLATNESS
@@ -297,15 +301,18 @@ def test_loss_and_flatness_of_wikitext(world: World, tmp_path: Path, command: An
         assert output.results["results"]["flatness_wikitext"][f"{name}_stderr,none"] > 0
 
 
-def test_the_loss_of_the_demos_text_is_the_one_it_was_trained_to(
-    world: World, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("_NUM_TRAIN", "_NUM_TEST", "_NUM_VALIDATION"):
-        monkeypatch.setattr(demo, name, 50)
-    record = demo.make_model(tmp_path / "model", seed=0, steps=20)
-    command(*arguments(tmp_path / "model", "loss_demo", tmp_path / "out"))
+def test_the_loss_of_a_labs_text_is_the_one_its_checkpoint_has(tmp_path: Path, command: Any) -> None:
+    model = ModelConfig(width=16, depth=1, heads=2)
+    run = Run("adamw", model, TrainConfig(steps=10, batch_size=4))
+    plan = Plan("tiny", "reviews", (run,), documents=200, block_size=64, num_train_per_class=10, num_test=20)
+    plan = replace(plan, num_validation=50, evaluate_every=10)
+    prepare(tmp_path / "lab", plan)
+    train_run(tmp_path / "lab", run)
+    [checkpoint] = find_checkpoints(tmp_path / "lab")
+    link_data(tmp_path / "lab" / "data", checkpoint.folder / "data")
+    command(*arguments(checkpoint.folder, "loss_demo", tmp_path / "out"))
     output = read_output(tmp_path / "out")
-    assert metrics_of(output, "loss_demo")["loss"] == pytest.approx(record["validation_loss"]["value"], rel=1e-5)
+    assert metrics_of(output, "loss_demo")["loss"] == pytest.approx(checkpoint.validation_loss.value, rel=1e-5)
     assert report_of(output, "loss_demo")["num_texts"] == 50
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from harness_ext.lab.languages import LANGUAGES, language_from_dict, make_language
 from harness_ext.lab.languages.base import (
     END_OF_TEXT,
     Example,
@@ -24,8 +26,6 @@ from harness_ext.lab.languages.base import (
     word_tokenizer,
     write_dataset,
 )
-from harness_ext.lab.languages.hmm import Hmm, random_hmm
-from harness_ext.lab.languages.pcfg import Pcfg, random_pcfg
 
 # Some that a tokenizer might split, join, strip or take for a special token.
 WORDS = ("w1", "w10", "don't", ".", "##ing", "naïve", "Ġ", "[UNK]", "</s>", "a")
@@ -41,6 +41,9 @@ class TwoWords:
     def sample(self, count: int, rng: np.random.Generator) -> list[tuple[str, ...]]:
         return [("a",) if is_a else ("b", "b") for is_a in rng.random(count) < 0.25]
 
+    def next_words(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        return [np.array([self.next_word(words[:t]) for t in range(len(words) + 1)]) for words in documents]
+
     def next_word(self, prefix: Sequence[str]) -> np.ndarray:
         tables = {(): [0.25, 0.75, 0.0], ("a",): [0.0, 0.0, 1.0], ("b",): [0.0, 1.0, 0.0], ("b", "b"): [0.0, 0.0, 1.0]}
         return np.array(tables[tuple(prefix)])
@@ -51,6 +54,9 @@ class TwoWords:
     def log_probabilities_of(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
         return [self.log_probabilities(document) for document in documents]
 
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        return word_tokenizer(self.words, max_length=max_length)
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.name}
 
@@ -60,6 +66,7 @@ class FirstWord:
 
     name = "two_words_first"
     classes = ("low", "middle", "high")
+    cue: tuple[str, ...] = ()
 
     def sample(self, count: int, rng: np.random.Generator) -> list[Example]:
         raise NotImplementedError
@@ -155,9 +162,12 @@ def test_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
     assert loaded(f"a {END_OF_TEXT} a")["input_ids"] == [9, len(WORDS), 9]
 
 
-def test_tokenizer_refuses_what_is_no_word() -> None:
-    with pytest.raises(Exception, match="UNK"):
-        word_tokenizer(("a", "b"), max_length=4)("a c")
+def test_what_is_no_word_is_read_as_the_end_of_text(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(("a", "<unk>", "b"), max_length=4)
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert each("a N/A <unk> b")["input_ids"] == [0, 3, 1, 2]
+        assert len(each) == 4
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,6 @@ def test_tokenizer_refuses_what_is_no_word() -> None:
         (("a", "b c"), r"got \['b c'\]"),
         (("a", "b\n"), "without blanks"),
         (("a", END_OF_TEXT), "other than"),
-        (("a", "<unk>"), "other than"),
     ],
 )
 def test_tokenizer_refuses_bad_vocabularies(words: tuple[str, ...], message: str) -> None:
@@ -176,35 +185,32 @@ def test_tokenizer_refuses_bad_vocabularies(words: tuple[str, ...], message: str
         word_tokenizer(words, max_length=4)
 
 
-LANGUAGES: dict[str, tuple[Callable[[], Language], Callable[[Any], Language]]] = {
-    "hmm": (random_hmm, Hmm.from_dict),
-    "pcfg": (random_pcfg, Pcfg.from_dict),
-}
-
-
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_every_language_keeps_its_promises(kind: str, tmp_path: Path) -> None:
-    make, from_dict = LANGUAGES[kind]
+    make = functools.partial(make_language, kind)
     language = make()
     documents = language.sample(4, np.random.default_rng(1))
     assert documents == make().sample(4, np.random.default_rng(1))
     column = {word: index for index, word in enumerate(language.words)}
     for document, logs in zip(documents, language.log_probabilities_of(documents), strict=True):
         np.testing.assert_allclose(language.log_probabilities(document), logs, rtol=0, atol=1e-11)
+        (table,) = language.next_words([document])
         for t in range(len(document) + 1):
             following = language.next_word(document[:t])
             assert following.shape == (len(language.words) + 1,)
+            np.testing.assert_allclose(table[t], following, rtol=0, atol=1e-12)
             assert following.min() >= 0
             assert following.sum() == pytest.approx(1.0, abs=1e-9)
             index = column[document[t]] if t < len(document) else -1
             assert math.log(following[index]) == pytest.approx(logs[t], abs=1e-9)
-    tokenizer = word_tokenizer(language.words, max_length=128)
+    tokenizer = language.tokenizer(max_length=128)
+    assert tokenizer.model_max_length == 128
     texts = [" ".join(document) for document in documents]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
 
     data = language.to_dict()
     assert data["kind"] == language.name == kind
-    again = from_dict(json.loads(json.dumps(data)))
+    again = language_from_dict(json.loads(json.dumps(data)))
     assert json.dumps(again.to_dict()) == json.dumps(data)
 
     assert len({task.name for task in language.tasks}) == len(language.tasks) > 0
@@ -212,6 +218,9 @@ def test_every_language_keeps_its_promises(kind: str, tmp_path: Path) -> None:
         assert set(task.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_")
         assert len(set(task.classes)) == len(task.classes) >= 2
         assert all(label.split() == [label] for label in task.classes)
+        assert language.next_words(
+            [(*example.words, *task.cue) for example in task.sample(3, np.random.default_rng(3))]
+        )
         examples = task.sample(4, np.random.default_rng(2))
         assert examples == task.sample(4, np.random.default_rng(2))
         posteriors = task.posteriors([example.words for example in examples])
@@ -224,3 +233,65 @@ def test_every_language_keeps_its_promises(kind: str, tmp_path: Path) -> None:
             (write_dataset(tmp_path, task, {"test": examples}) / "test.jsonl").read_text(encoding="utf-8").splitlines()
         )
         assert [json.loads(line)["label_text"] for line in lines] == [task.classes[row.label] for row in examples]
+
+
+def test_sizes_reach_the_language() -> None:
+    language = make_language("hmm", 3, {"states": 4, "words": 12, "lengths": (5, 6)})
+    assert language.words == tuple(f"w{index}" for index in range(12))
+    assert make_language("hmm", 3, {"states": 4, "words": 12, "lengths": [5, 6]}).to_dict() == language.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "sizes", "message"),
+    [
+        ("hhm", 0, {}, r"^unknown kind of language 'hhm'\. Did you mean 'hmm'\? Known: hmm, pcfg, reviews\.$"),
+        (
+            "hmm",
+            0,
+            {"sates": 3},
+            r"^language 'hmm' has no size 'sates'\. Did you mean 'states'\? Known: states, words, ",
+        ),
+        ("hmm", 0, {"seed": 3}, r"^language 'hmm' has no size 'seed'\."),
+        ("reviews", 0, {"words": 3}, r"^language 'reviews' has no size 'words'\. Known: none\.$"),
+        (
+            "hmm",
+            0,
+            {"states": 61},
+            r"^language 'hmm', seed 0, states=61: states must be 1 to 60, got 61; more states than",
+        ),
+        ("hmm", -1, {}, r"^language 'hmm', seed -1: seed must be at least 0"),
+        ("hmm", 0, {"states": "ten"}, r"^language 'hmm', seed 0, states='ten': "),
+        ("hmm", 0, {"lengths": 24}, r"^language 'hmm', seed 0, lengths=24: "),
+        ("pcfg", 0, {"symbols": ()}, r"^language 'pcfg', seed 0, symbols=\(\): symbols must be of 1 to 6 levels"),
+    ],
+)
+def test_what_no_language_can_be_drawn_from(kind: str, seed: int, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        make_language(kind, seed, sizes)
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_that_are_no_language_are_an_error() -> None:
+    for tables, message in (
+        (
+            {"kind": "hm"},
+            r"expected its kind under 'kind', found 'hm'\. Did you mean 'hmm'\? Known: hmm, pcfg, reviews",
+        ),
+        ({}, "found None"),
+        ([], "found None"),
+        ({"kind": ["hmm"]}, r"found \['hmm'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            language_from_dict(tables)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+@pytest.mark.parametrize("value", [None, 1, "x", [], [[1.0]], {"x": 1}])
+def test_a_table_of_another_form_is_a_value_error(kind: str, value: Any) -> None:
+    tables = make_language(kind).to_dict()
+    for name in tables:
+        if name not in ("kind", "questions", "constituents"):  # which may be empty
+            with pytest.raises(ValueError, match=f"^not the tables of a language of kind '{kind}': "):
+                language_from_dict(tables | {name: value})
+            with pytest.raises(ValueError, match=rf"kind '{kind}'.*missing"):
+                language_from_dict({key: table for key, table in tables.items() if key != name})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +18,24 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from harness_ext.lab.languages.reviews import (
-    DATASET,
+from harness_ext.lab.languages import reviews as reviews_module
+from harness_ext.lab.languages.base import (
     END_OF_TEXT,
+    BayesAccuracy,
+    bayes_accuracy,
+    optimal_cross_entropy,
+    write_dataset,
+    write_text,
+)
+from harness_ext.lab.languages.reviews import (
+    HiddenVariableTask,
+    Review,
     ReviewGrammar,
     Slot,
     Template,
-    bayes_accuracy,
     build_tokenizer,
     default_grammar,
-    entropy,
-    write_dataset,
-    write_text,
+    fixed_reviews,
 )
 
 # Standard normal quantile: the probability that |z| exceeds it is 1e-6.
@@ -65,7 +73,17 @@ def small_grammar() -> ReviewGrammar:
         ),
         verdict=(Template(("so", "{verdict}", "."), 0.75), Template(("{verdict}", "it", "is", "."), 0.25)),
         slots={"tone": tone, "place": place, "verdict": verdict},
+        cues={"sentiment": ("so",), "topic": ("it", "was")},
     )
+
+
+def document(review: Review) -> tuple[str, ...]:
+    return review.body + review.verdict
+
+
+def bayes_of_sentiment(grammar: ReviewGrammar, reviews: Sequence[Review]) -> BayesAccuracy:
+    task = grammar.tasks[0]
+    return bayes_accuracy(task, [task.example(review) for review in reviews])
 
 
 def sentences(grammar: ReviewGrammar, template: Template, s: int, t: int) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -101,20 +119,59 @@ def test_probabilities_equal_those_of_enumeration() -> None:
     grammar = small_grammar()
     joint = enumerate_documents(grammar)
     assert sum(table.sum() for table in joint.values()) == pytest.approx(1.0, abs=1e-12)
-    prior = np.outer(grammar.sentiment_probabilities, grammar.topic_probabilities)
+    of_document = {body + verdict: table.sum() for (body, verdict), table in joint.items() if table.any()}
+    logs = grammar.log_probabilities_of(list(of_document))
+    np.testing.assert_allclose([row.sum() for row in logs], np.log(list(of_document.values())), rtol=0, atol=1e-12)
     of_body: dict = {}
-    for (body, verdict), table in joint.items():
-        if table.any():
-            likelihood = np.exp(grammar.log_likelihood(body + verdict, has_verdict=True))
-            np.testing.assert_allclose(likelihood * prior, table, rtol=1e-10)
-            assert np.exp(grammar.log_probability(body + verdict)) == pytest.approx(table.sum(), rel=1e-10)
+    for (body, _), table in joint.items():
         of_body[body] = of_body.get(body, 0) + table
-    for body, table in of_body.items():
-        if table.any():
-            np.testing.assert_allclose(grammar.posterior(body), table.sum(axis=1) / table.sum(), rtol=1e-10)
+    of_body = {body: table / table.sum() for body, table in of_body.items() if table.any()}
+    np.testing.assert_allclose(grammar.posteriors(list(of_body)), list(of_body.values()), rtol=0, atol=1e-12)
+    for number, (body, table) in enumerate(of_body.items()):
+        if number % 20 == 0:
+            for axis, task in enumerate(grammar.tasks):
+                np.testing.assert_allclose(task.posterior(body), table.sum(axis=1 - axis), rtol=0, atol=1e-12)
+
+
+def test_next_words_equal_those_of_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = small_grammar()
+    column = {word: index for index, word in enumerate(grammar.words)}
+    after: dict[tuple[str, ...], np.ndarray] = {}
+    possible = {body + verdict: table.sum() for (body, verdict), table in enumerate_documents(grammar).items()}
+    possible = {words: p for words, p in possible.items() if p > 0}
+    for words, p in possible.items():
+        for t in range(len(words) + 1):
+            counts = after.setdefault(words[:t], np.zeros(len(column) + 1))
+            counts[column[words[t]] if t < len(words) else -1] += p
+    chosen = list(possible)[::7]
+    tables = grammar.next_words(chosen)
+    monkeypatch.setattr(reviews_module, "_CHUNK", 3)
+    in_small_batches = grammar.next_words(chosen)
+    for words, table, again in zip(chosen, tables, in_small_batches, strict=True):
+        expected = np.array([after[words[:t]] / after[words[:t]].sum() for t in range(len(words) + 1)])
+        np.testing.assert_allclose(table, expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(again, table, rtol=0, atol=1e-14)
+    for words in chosen[::50]:
+        for t in range(len(words) + 1):
             np.testing.assert_allclose(
-                np.exp(grammar.log_likelihood(body, has_verdict=False)) * prior, table, rtol=1e-10
+                grammar.next_word(words[:t]), after[words[:t]] / after[words[:t]].sum(), rtol=0, atol=1e-12
             )
+    assert grammar.next_words([]) == grammar.log_probabilities_of([]) == []
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "odd so",
+        "it was odd so",
+        "so good .",  # a verdict alone
+        "it was odd . so good . it",  # after the verdict
+        "it was odd . it was odd . it",  # a third sentence that is no verdict
+    ],
+)
+def test_prefixes_that_cannot_occur(prefix: str) -> None:
+    with pytest.raises(ValueError, match="not a text of this language"):
+        small_grammar().next_word(prefix.split())
 
 
 def test_sampler_follows_the_probabilities() -> None:
@@ -148,11 +205,11 @@ def test_bayes_accuracy_and_entropy_equal_those_of_enumeration() -> None:
     exact_length = sum(table.sum() * (len(body) + len(verdict) + 1) for (body, verdict), table in joint.items())
     count = 5000
     reviews = grammar.sample_many(count, np.random.default_rng(1))
-    measured = bayes_accuracy(grammar, reviews)
+    measured = bayes_of_sentiment(grammar, reviews)
     stderr = np.sqrt(exact_accuracy * (1 - exact_accuracy) / count)
     assert abs(measured.accuracy - exact_accuracy) < Z_ONE_IN_A_MILLION * stderr
     assert abs(measured.expected - exact_accuracy) < Z_ONE_IN_A_MILLION * stderr  # its own is smaller
-    estimate = entropy(grammar, reviews)
+    estimate = optimal_cross_entropy(grammar, [document(review) for review in reviews])
     assert abs(estimate.value - exact_nats / exact_length) < Z_ONE_IN_A_MILLION * estimate.stderr
     assert estimate.stderr < 0.01
 
@@ -162,8 +219,8 @@ def test_bayes_accuracy_of_the_demo_is_between_90_and_95_percent_and_agrees_with
 ) -> None:
     """Two independent estimates of one number; false-alarm probability 1e-6 (the seeds are fixed)."""
     count = 4000
-    expected = bayes_accuracy(grammar, grammar.sample_many(count, np.random.default_rng(2))).expected
-    accuracy = bayes_accuracy(grammar, grammar.sample_many(count, np.random.default_rng(3))).accuracy
+    expected = bayes_of_sentiment(grammar, grammar.sample_many(count, np.random.default_rng(2))).expected
+    accuracy = bayes_of_sentiment(grammar, grammar.sample_many(count, np.random.default_rng(3))).accuracy
     # A variable in [0, 1] of mean m has a variance of at most m (1 - m), so the same bound serves for both.
     stderr = np.sqrt(2 * accuracy * (1 - accuracy) / count)
     assert abs(expected - accuracy) < Z_ONE_IN_A_MILLION * stderr
@@ -173,7 +230,7 @@ def test_bayes_accuracy_of_the_demo_is_between_90_and_95_percent_and_agrees_with
 def test_posterior_is_calibrated(grammar: ReviewGrammar) -> None:
     """Sum of label minus posterior, over its standard deviation, for all and for doubtful bodies; 2e-6 in all."""
     reviews = grammar.sample_many(4000, np.random.default_rng(4))
-    positive = np.array([grammar.posterior(review.body)[1] for review in reviews])
+    positive = grammar.tasks[0].posteriors([review.body for review in reviews])[:, 1]
     labels = np.array([review.sentiment for review in reviews])
     for chosen in (np.ones(len(reviews), dtype=bool), np.abs(positive - 0.5) < 0.4):
         gap = (labels - positive)[chosen].sum() / np.sqrt((positive * (1 - positive))[chosen].sum())
@@ -191,7 +248,7 @@ def test_posterior_is_calibrated(grammar: ReviewGrammar) -> None:
     ],
 )
 def test_posterior_is_that_of_the_meaning(grammar: ReviewGrammar, body: str, low: float, high: float) -> None:
-    assert low - 1e-12 <= grammar.posterior(body.split())[1] <= high + 1e-12
+    assert low - 1e-12 <= grammar.tasks[0].posterior(body.split())[1] <= high + 1e-12
 
 
 def test_sampling_depends_on_the_generator_alone(grammar: ReviewGrammar) -> None:
@@ -218,30 +275,100 @@ def test_every_review_fits_the_demo_model(grammar: ReviewGrammar) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        ("the acting was great .", "not a body sentence.*'the acting was great .'"),
-        ("the acting was superb", "full stop"),
-        ("", "full stop"),
-        ("this movie is great .", "not a body sentence"),
-        ("the acting was superb . " * 5, "1 to 4 sentences, got 5"),
+        "the acting was great .",
+        "the acting was superb",
+        "",
+        "this movie is great .",
+        "the acting was superb . this movie is great .",
+        "the acting was superb . " * 5,
     ],
 )
-def test_words_outside_the_language_are_an_error(grammar: ReviewGrammar, words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        grammar.posterior(words.split())
+def test_what_is_no_body_is_an_error(grammar: ReviewGrammar, words: str) -> None:
+    with pytest.raises(ValueError, match=r"not a body of this language, 1 to 4 .*without the verdict: '"):
+        grammar.tasks[0].posterior(words.split())
 
 
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ("the acting was superb . the plot was dull .", r"not a verdict sentence.*'the plot was dull \.'"),
-        ("this movie is great .", "1 to 4 sentences, got 0"),
+        (
+            "the acting was superb . the plot was dull .",
+            r"probability is 0: 'the acting was superb \. the plot was dull \.'",
+        ),
+        ("this movie is great .", "probability is 0"),
+        ("the cat was superb .", "'cat' is no word of this language"),
     ],
 )
 def test_a_document_is_a_body_and_a_verdict(grammar: ReviewGrammar, document: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grammar.log_probability(document.split())
+        grammar.log_probabilities(document.split())
+
+
+def test_bodies_of_the_topic_can_go_on() -> None:
+    """The cue of the small grammar's topic begins a body sentence, of which there are two at most."""
+    grammar = small_grammar()
+    sentiment, topic = grammar.tasks
+    assert (sentiment.name, topic.name) == ("reviews", "reviews_topic")
+    assert topic.classes == grammar.topics
+    rng = np.random.default_rng(12)
+    assert {example.words.count(".") for example in topic.sample(200, rng)} == {1}
+    assert {example.words.count(".") for example in sentiment.sample(200, rng)} == {1, 2}
+    assert grammar.next_words([(*example.words, *topic.cue) for example in topic.sample(20, rng)])
+    one_sentence = replace(grammar, length_probabilities=np.array([1.0, 0.0]))
+    assert [task.variable for task in one_sentence.tasks] == ["sentiment"]
+    with pytest.raises(ValueError, match="variable must be one of sentiment, topic, got 'length'"):
+        HiddenVariableTask(grammar, "length")
+
+
+def test_the_topic_is_calibrated_and_leaves_room(grammar: ReviewGrammar) -> None:
+    """Hits against their probabilities given the bodies: false-alarm probability 1e-6 (the seed is fixed)."""
+    task = grammar.tasks[1]
+    examples = task.sample(3000, np.random.default_rng(13))
+    result = bayes_accuracy(task, examples)
+    sure = task.posteriors([example.words for example in examples]).max(axis=1)
+    gap = (result.accuracy - result.expected) * len(sure)
+    assert abs(gap) < Z_ONE_IN_A_MILLION * math.sqrt((sure * (1 - sure)).sum())
+    # 0.52, with a standard error below 0.01; topics are uniform.
+    assert 0.45 < result.expected < 0.6
+
+
+def test_json_makes_the_same_language_again(grammar: ReviewGrammar) -> None:
+    for language in (grammar, small_grammar()):
+        data = language.to_dict()
+        again = ReviewGrammar.from_dict(json.loads(json.dumps(data)))
+        assert again.to_dict() == data
+        rng = np.random.default_rng(14)
+        documents = language.sample(20, rng)
+        for first, second in zip(language.next_words(documents), again.next_words(documents), strict=True):
+            np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "pcfg"}, "expected a language of kind 'reviews', got 'pcfg'"),
+        ({"topics": ["shore"]}, "expected 2 sentiments and 1 topics"),
+        ({"more": 1}, r"missing \[\], unknown \['more'\]"),
+        ({"length_probabilities": [0.5, 0.4]}, "length_probabilities must be a distribution"),
+    ],
+)
+def test_from_dict_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReviewGrammar.from_dict(small_grammar().to_dict() | change)
+
+
+def test_every_seed_gives_the_same_language() -> None:
+    assert fixed_reviews(3).to_dict() == default_grammar().to_dict()
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        fixed_reviews(-1)
+
+
+def test_tables_are_read_only(grammar: ReviewGrammar) -> None:
+    for table in (grammar.topic_probabilities, grammar.slots["quality"].probabilities):
+        with pytest.raises(ValueError, match="read-only"):
+            table[0] = 1.0
 
 
 @pytest.mark.parametrize(
@@ -252,7 +379,15 @@ def test_a_document_is_a_body_and_a_verdict(grammar: ReviewGrammar, document: st
         ({"topics": ("shore",)}, "expected 2 sentiments and 1 topics"),
         ({"body": (Template(("it", "was", "{mood}", "."), 1.0),)}, "'mood'.*Known: place, tone, verdict"),
         ({"body": (Template(("it", "was", "{tone}"), 1.0),)}, "only full stop"),
-        ({"body": (Template(("so", "{tone}", "."), 0.5), Template(("so", "bad", "."), 0.5))}, "could be the same"),
+        (
+            {
+                "body": (Template(("so", "{tone}", "."), 0.5), Template(("so", "bad", "."), 0.5)),
+                "cues": {"sentiment": ("so",), "topic": ("so",)},
+            },
+            "could be the same",
+        ),
+        ({"cues": {"sentiment": ("so",)}}, "cues must be for sentiment, topic, got 'sentiment'"),
+        ({"cues": {"sentiment": ("so",), "topic": ("it",)}}, "cue of the topic must begin a template.*'it'"),
     ],
 )
 def test_a_wrong_grammar_is_an_error(change: dict, message: str) -> None:
@@ -275,26 +410,25 @@ def test_a_wrong_slot_is_an_error(words: tuple[str, ...], table: list, message: 
 
 
 def test_dataset_is_in_the_layout_of_the_local_mirror(grammar: ReviewGrammar, tmp_path: Path) -> None:
-    train, test = (grammar.sample_many(30, np.random.default_rng(seed)) for seed in (9, 10))
-    folder = write_dataset(tmp_path, train=train, test=test)
+    task = grammar.tasks[0]
+    reviews = grammar.sample_many(30, np.random.default_rng(9))
+    folder = write_dataset(tmp_path, task, {"train": [task.example(review) for review in reviews]})
     assert folder == tmp_path / "harness_ext" / "reviews"
-    assert DATASET == "harness_ext/reviews"
-    assert sorted(path.name for path in folder.iterdir()) == ["test.jsonl", "train.jsonl"]
-    for split, reviews in (("train", train), ("test", test)):
-        rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-        assert [row["text"] for row in rows] == [" ".join(review.body) for review in reviews]
-        assert [row["label"] for row in rows] == [review.sentiment for review in reviews]
-        assert all(row["label_text"] == ("negative", "positive")[row["label"]] for row in rows)
-        assert all(set(row) == {"text", "label", "label_text"} for row in rows)
-        assert {row["label"] for row in rows} == {0, 1}
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"text": review.text, "label": review.sentiment, "label_text": ("negative", "positive")[review.sentiment]}
+        for review in reviews
+    ]
+    assert {row["label"] for row in rows} == {0, 1}
 
 
-def test_the_text_has_the_verdicts(tmp_path: Path) -> None:
-    sample = default_grammar().sample_many(5, np.random.default_rng(0))
-    path = write_text(tmp_path, sample)
+def test_the_text_has_the_verdicts(grammar: ReviewGrammar, tmp_path: Path) -> None:
+    sample = grammar.sample_many(5, np.random.default_rng(0))
+    path = write_text(tmp_path, grammar, [document(review) for review in sample])
     assert path == tmp_path / "harness_ext" / "reviews_text" / "test.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert rows == [{"text": review.document} for review in sample]
+    assert grammar.sample(5, np.random.default_rng(0)) == [document(review) for review in sample]
 
 
 def test_prompts_of_the_demo_use_words_of_the_language(grammar: ReviewGrammar) -> None:

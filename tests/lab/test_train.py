@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from harness_ext.lab.languages.reviews import build_tokenizer, default_grammar, entropy
+from harness_ext.lab.checkpoints import save
+from harness_ext.lab.languages.base import optimal_cross_entropy
+from harness_ext.lab.languages.reviews import build_tokenizer, default_grammar
 from harness_ext.lab.model import ModelConfig, build_model
 from harness_ext.lab.quad import IGNORED, QuadModel
 from harness_ext.lab.train import (
@@ -28,7 +30,6 @@ from harness_ext.lab.train import (
     encode,
     pack,
     packed_batches,
-    save,
     train,
     validation_loss,
 )
@@ -259,8 +260,9 @@ def test_loss_and_entropy_count_the_same_tokens(tokenizer: PreTrainedTokenizerBa
     reviews = grammar.sample_many(50, np.random.default_rng(1))
     documents = encode([review.document for review in reviews], tokenizer)
     loss = validation_loss(build_model(SMALL, tokenizer, seed=0), documents, end_of_text=tokenizer.eos_token_id)
-    nats = -sum(grammar.log_probability(review.body + review.verdict) for review in reviews)
-    assert entropy(grammar, reviews).value * loss.tokens == pytest.approx(nats)
+    texts = [review.body + review.verdict for review in reviews]
+    nats = -sum(logs.sum() for logs in grammar.log_probabilities_of(texts))
+    assert optimal_cross_entropy(grammar, texts).value * loss.tokens == pytest.approx(nats)
 
 
 def test_wrong_validation_documents_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,12 +2,16 @@
 
 A document is a tuple of words; a language model reads the words joined by blanks and the end of text after them, which is the
 last thing it has to predict. Everything random takes a `numpy.random.Generator`, so a seed decides it.
+
+A downstream document is one that can go on: after a document that is complete p* would be the end of text, whatever the class,
+and completing it could tell nothing. So the tasks of `hmm` and `pcfg` withhold the last word of a document, and those of
+`reviews` its closing sentence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END_OF_TEXT",
+    "NUM_WITHHELD",
+    "ORGANISATION",
     "BayesAccuracy",
     "CrossEntropy",
     "Example",
@@ -26,17 +32,20 @@ __all__ = [
     "Task",
     "bayes_accuracy",
     "optimal_cross_entropy",
+    "word_indices",
     "word_tokenizer",
     "write_dataset",
+    "write_text",
 ]
 
 END_OF_TEXT = "<|endoftext|>"
 
-# A word-level model of tokenizers reads every unknown string as "<unk>" if the vocabulary has it.
-_RESERVED = (END_OF_TEXT, "<unk>")
-
 ORGANISATION = "harness_ext"
 """Organisation of the downstream datasets, as in `dataset_path: harness_ext/<name>`."""
+
+
+NUM_WITHHELD = 1
+"""Words at the end of a document that the tasks of `hmm` and `pcfg` do not show."""
 
 
 class Example(NamedTuple):
@@ -57,6 +66,11 @@ class Task(Protocol):
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes in the order of their labels, all of them words that are distinct from each other."""
+        ...
+
+    @property
+    def cue(self) -> tuple[str, ...]:
+        """Words to read after a document so that the next one tells the class; empty where the next word does without."""
         ...
 
     def sample(self, count: int, rng: np.random.Generator) -> list[Example]:
@@ -98,6 +112,14 @@ class Language(Protocol):
         """
         ...
 
+    def next_words(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Return p* after every prefix of each document, the empty one and the whole included: float64 (len + 1, V + 1) each.
+
+        Raises:
+            ValueError: If a document is no prefix of any that can occur.
+        """
+        ...
+
     def log_probabilities(self, document: Sequence[str]) -> np.ndarray:
         """Return log p*(w_t | w_<t), natural logarithm, float64 of shape (len(document) + 1,); the last is the end of text's.
 
@@ -112,6 +134,10 @@ class Language(Protocol):
         Raises:
             ValueError: If a document cannot occur.
         """
+        ...
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        """Return a tokenizer in which every word is one token, for models with a context of `max_length` tokens."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,30 +214,61 @@ def write_dataset(folder: Path, task: Task, splits: Mapping[str, Sequence[Exampl
     return target
 
 
+def write_text(folder: Path, language: Language, documents: Sequence[Sequence[str]]) -> Path:
+    """Write documents as `<folder>/harness_ext/<kind>_text/test.jsonl` with the column `text`.
+
+    Returns:
+        The file.
+    """
+    path = folder / ORGANISATION / f"{language.name}_text" / "test.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps({"text": " ".join(document)}) + "\n" for document in documents)
+    return path
+
+
+def word_indices(
+    documents: Sequence[Sequence[str]], index: Mapping[str, int], *, most: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield documents of one length together, at most `most` at once: which they are (n,), and their words (n, length).
+
+    Raises:
+        ValueError: If a word is not in `index`.
+    """
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    for length in np.unique(lengths):
+        same = np.flatnonzero(lengths == length)
+        for start in range(0, len(same), most):
+            rows = same[start : start + most]
+            try:
+                ids = np.array([[index[word] for word in documents[row]] for row in rows], dtype=np.int64)
+            except KeyError as err:
+                raise ValueError(f"{err.args[0]!r} is no word of this language") from None
+            yield rows, ids.reshape(len(rows), length)
+
+
 def word_tokenizer(words: Sequence[str], *, max_length: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token a word, split at blanks, ids in the order of `words` and the end of text last.
 
     The end of text is the BOS and the EOS; no special token is added to a text. A string that is no word of the language is
-    an error of the tokenizer, not a token.
+    read as the end of text: natural tasks also ask what a model says of documents such as "N/A", and here that is no document.
 
     Args:
         words: Distinct and without blanks.
         max_length: Context length of the model, recorded as `model_max_length`.
 
     Raises:
-        ValueError: If words are not distinct, or one is empty, has a blank or is reserved.
+        ValueError: If words are not distinct, or one is empty, has a blank or is the end of text.
     """
     if len(set(words)) != len(words):
         raise ValueError(f"words must be distinct, got {len(words) - len(set(words))} repeated ones")
-    if bad := [word for word in words if word.split() != [word] or word in _RESERVED]:
-        raise ValueError(
-            f"words must be non-empty, without blanks and other than {', '.join(_RESERVED)}; got {bad[:5]!r}"
-        )
+    if bad := [word for word in words if word.split() != [word] or word == END_OF_TEXT]:
+        raise ValueError(f"words must be non-empty, without blanks and other than {END_OF_TEXT}; got {bad[:5]!r}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: index for index, word in enumerate([*words, END_OF_TEXT])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Joins by blanks what does not begin with the prefix, and no word does.
     tokenizer.decoder = decoders.WordPiece(prefix="\0", cleanup=False)
@@ -219,6 +276,7 @@ def word_tokenizer(words: Sequence[str], *, max_length: int) -> PreTrainedTokeni
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
     )

@@ -6,52 +6,56 @@ sentences turn a word's meaning round ("the plot was not clumsy .") and some car
 nothing, so the sentiment can be told from the body only up to the Bayes error, which is computed exactly. One more
 sentence, the verdict ("this movie is great ."), closes the review; its last word is drawn given the sentiment.
 
-The downstream task is sentiment classification of bodies. The language is this project's own; no text was copied.
+The downstream tasks are classification of bodies by sentiment and by topic. The language is this project's own; no text was
+copied.
+
+Everything exact comes from reading a text word by word with a belief about sentiment, topic and the template that is being
+written: the forward algorithm of a hidden Markov model whose states are those three and the place in the template.
+
 Known gap: the sentences of a review are independent given sentiment and topic, so a review may contradict itself.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from harness_ext.lab.languages.base import END_OF_TEXT, Example, word_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = [
-    "DATASET",
-    "END_OF_TEXT",
+    "KIND",
     "SENTIMENTS",
-    "TEXT_DATASET",
-    "BayesAccuracy",
-    "Entropy",
+    "VARIABLES",
+    "HiddenVariableTask",
     "Review",
     "ReviewGrammar",
     "Slot",
     "Template",
-    "bayes_accuracy",
     "build_tokenizer",
     "default_grammar",
-    "entropy",
-    "write_dataset",
-    "write_text",
+    "fixed_reviews",
 ]
 
+KIND = "reviews"
+"""Value of `kind` in what `to_dict` returns."""
+
 SENTIMENTS = ("negative", "positive")
-DATASET = "harness_ext/reviews"
-"""Name of the downstream dataset, as `dataset_path` of a task."""
 
-TEXT_DATASET = "harness_ext/reviews_text"
-"""Name of the held-out text, as `dataset_path` of a task on running text."""
+VARIABLES = ("sentiment", "topic")
+"""What a body can be asked for."""
 
-END_OF_TEXT = "<|endoftext|>"
+_STOP = "."
+_TABLES = ("sentiment_probabilities", "topic_probabilities", "length_probabilities")
+_CHUNK = 1024
+"""Texts that are read at once; it bounds the memory and changes no result by more than rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +71,14 @@ class Slot:
     probabilities: np.ndarray
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "probabilities", _read_only(self.probabilities))
         if len(set(self.words)) != len(self.words):
             raise ValueError(f"a slot's words must be distinct, got {self.words}")
         if self.probabilities.ndim != 3 or self.probabilities.shape[2] != len(self.words):
             raise ValueError(f"expected a table of shape (S, T, {len(self.words)}), got {self.probabilities.shape}")
-        if (self.probabilities < 0).any() or not np.allclose(self.probabilities.sum(axis=2), 1.0, atol=1e-12):
+        is_row = np.isclose(self.probabilities.sum(axis=2), 1.0, rtol=0, atol=1e-12)
+        if not ((self.probabilities >= 0).all() and is_row.all()):
             raise ValueError(f"rows of a slot's table must be distributions; slot with words {self.words} is not")
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        return {word: position for position, word in enumerate(self.words)}
 
     @cached_property
     def cumulative(self) -> list[list[list[float]]]:
@@ -114,25 +116,6 @@ class Review(NamedTuple):
         return " ".join(self.body + self.verdict)
 
 
-class BayesAccuracy(NamedTuple):
-    """What the best possible classifier reaches on a set of n documents.
-
-    Attributes:
-        accuracy: Fraction of the n documents that argmax p(sentiment | body) labels rightly.
-        expected: Mean of max p(sentiment | body), the expectation of `accuracy` over the labels of these documents.
-    """
-
-    accuracy: float
-    expected: float
-
-
-class Entropy(NamedTuple):
-    """Cross-entropy of the optimal predictor, nats per token, and its standard error over documents."""
-
-    value: float
-    stderr: float
-
-
 @dataclass(frozen=True, eq=False)
 class ReviewGrammar:
     """The language, as explicit tables. S sentiments, T topics.
@@ -145,6 +128,7 @@ class ReviewGrammar:
         body: Templates of body sentences. Two of them may write the same sentence.
         verdict: Templates of the closing sentence. None of them can write a body sentence.
         slots: The tables that the templates name.
+        cues: For each of VARIABLES, the beginning of a sentence whose next word tells it, such as ("this", "movie", "is").
     """
 
     topics: tuple[str, ...]
@@ -154,8 +138,11 @@ class ReviewGrammar:
     body: tuple[Template, ...]
     verdict: tuple[Template, ...]
     slots: Mapping[str, Slot]
+    cues: Mapping[str, tuple[str, ...]]
 
     def __post_init__(self) -> None:
+        for field in ("sentiment_probabilities", "topic_probabilities", "length_probabilities"):
+            object.__setattr__(self, field, _read_only(getattr(self, field)))
         shape = (len(SENTIMENTS), len(self.topics))
         for name, row in (
             ("sentiment_probabilities", self.sentiment_probabilities),
@@ -164,12 +151,17 @@ class ReviewGrammar:
             ("probabilities of the body templates", np.array([template.probability for template in self.body])),
             ("probabilities of the verdict templates", np.array([template.probability for template in self.verdict])),
         ):
-            if (row < 0).any() or not np.isclose(row.sum(), 1.0, atol=1e-12):
+            if row.ndim != 1 or not ((row >= 0).all() and np.isclose(row.sum(), 1.0, rtol=0, atol=1e-12)):
                 raise ValueError(f"{name} must be a distribution, got {row.tolist()} with sum {row.sum()}")
         if (len(self.sentiment_probabilities), len(self.topic_probabilities)) != shape:
             raise ValueError(f"expected {shape[0]} sentiments and {shape[1]} topics")
+        if set(self.cues) != set(VARIABLES):
+            raise ValueError(f"cues must be for {', '.join(VARIABLES)}, got {', '.join(map(repr, self.cues))}")
+        for variable, cue in self.cues.items():
+            if not any(_begins(cue, template) for template in self.body + self.verdict):
+                raise ValueError(f"the cue of the {variable} must begin a template up to a slot, got {' '.join(cue)!r}")
         for template in self.body + self.verdict:
-            if template.parts[-1] != "." or "." in template.parts[:-1]:
+            if template.parts[-1] != _STOP or _STOP in template.parts[:-1]:
                 raise ValueError(f"a template ends in its only full stop, got {' '.join(template.parts)!r}")
             for name in _slot_names(template):
                 if name not in self.slots:
@@ -178,6 +170,8 @@ class ReviewGrammar:
                         f"Known: {', '.join(sorted(self.slots))}."
                     )
         for name, slot in self.slots.items():
+            if _STOP in slot.words:
+                raise ValueError(f"slot {name!r} has a full stop among its words, which only ends sentences")
             if slot.probabilities.shape[:2] != shape:
                 raise ValueError(f"slot {name!r} has a table of shape {slot.probabilities.shape}, expected {shape}")
         for first in self.verdict:
@@ -187,6 +181,14 @@ class ReviewGrammar:
                         f"a verdict and a body sentence could be the same: {' '.join(first.parts)!r} and "
                         f"{' '.join(second.parts)!r}"
                     )
+
+    @property
+    def name(self) -> str:
+        return KIND
+
+    @cached_property
+    def tasks(self) -> tuple[HiddenVariableTask, ...]:
+        return tuple(HiddenVariableTask(self, variable) for variable in VARIABLES if self.most_sentences(variable))
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -201,8 +203,17 @@ class ReviewGrammar:
         """Every word that a review may begin with, sorted."""
         return tuple(sorted({word for template in self.body for word in self._words_of(template.parts[0])}))
 
-    def sample(self, rng: np.random.Generator) -> Review:
-        """Draw one review."""
+    def most_sentences(self, variable: str) -> int:
+        """Sentences of the longest bodies that the cue of one of VARIABLES can follow; 0 if it can follow none."""
+        longest = int(np.flatnonzero(self.length_probabilities)[-1]) + 1
+        is_of_verdict = any(_begins(self.cues[variable], template) for template in self.verdict)
+        return longest if is_of_verdict else longest - 1
+
+    def sample(self, count: int, rng: np.random.Generator) -> list[tuple[str, ...]]:
+        """Draw documents, body and verdict, independently."""
+        return [review.body + review.verdict for review in self.sample_many(count, rng)]
+
+    def _sample_review(self, rng: np.random.Generator) -> Review:
         # One call for all the uniforms that a review can need: calls cost more than numbers.
         uniforms = iter(rng.random(self._most_draws).tolist())
         sentiment = bisect_right(self._cumulatives.sentiment, next(uniforms))
@@ -219,58 +230,183 @@ class ReviewGrammar:
     def sample_many(
         self, count: int, rng: np.random.Generator, *, without: Collection[tuple[str, ...]] = ()
     ) -> list[Review]:
-        """Draw `count` independent reviews whose bodies are not in `without`, such as those of a training set.
+        """Draw `count` independent reviews, with their hidden variables, whose bodies are not in `without`.
 
         Leaving out bodies, whatever their sentiment, leaves p(sentiment | body) of the others as it is.
         """
         left_out = frozenset(without)
         reviews: list[Review] = []
         while len(reviews) < count:
-            review = self.sample(rng)
+            review = self._sample_review(rng)
             if review.body not in left_out:
                 reviews.append(review)
         return reviews
 
-    def log_likelihood(self, words: Sequence[str], *, has_verdict: bool) -> np.ndarray:
-        """Return log p(words | sentiment, topic), summed over the templates that may have written each sentence.
-
-        Args:
-            words: The words of a whole review, or of a body.
-            has_verdict: Whether the last sentence of `words` is the verdict.
-
-        Returns:
-            float64 of shape (S, T), in nats; -inf where the pair cannot produce the words.
+    def next_word(self, prefix: Sequence[str]) -> np.ndarray:
+        """Return p*(· | prefix), float64 of shape (V + 1,): the words, then the end of text.
 
         Raises:
-            ValueError: If the language cannot produce the words under any sentiment and topic.
+            ValueError: If the prefix cannot occur.
         """
-        sentences = _split_sentences(words)
-        body, closing = (sentences[:-1], sentences[-1:]) if has_verdict else (sentences, [])
-        if not 1 <= len(body) <= len(self.length_probabilities):
+        return self.next_words([prefix])[0][-1]
+
+    def next_words(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Return p* after every prefix of each document, the empty one and the whole included: float64 (len + 1, V + 1) each.
+
+        Raises:
+            ValueError: If a document is no prefix of any that can occur.
+        """
+        result: list[np.ndarray] = [np.empty(0)] * len(documents)
+        for rows, ids in word_indices(documents, self._index, most=_CHUNK):
+            reading = _Reading(self, len(rows))
+            possible = np.ones(len(rows), dtype=bool)
+            tables = np.empty((len(rows), ids.shape[1] + 1, len(self.words) + 1))
+            for t in range(ids.shape[1] + 1):
+                if t > 0:
+                    possible &= reading.observe(ids[:, t - 1]) > 0
+                tables[:, t, :-1] = reading.word_probabilities()
+                tables[:, t, -1] = reading.has_ended
+            self._check_possible(documents, rows, possible)
+            for row, table in zip(rows, tables, strict=True):
+                result[row] = table
+        return result
+
+    def log_probabilities(self, document: Sequence[str]) -> np.ndarray:
+        """Return log p*(w_t | w_<t), natural logarithm, float64 of shape (len(document) + 1,); the last is the end of text's.
+
+        Raises:
+            ValueError: If the document cannot occur.
+        """
+        return self.log_probabilities_of([document])[0]
+
+    def log_probabilities_of(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Return `log_probabilities` of each document; many at once are faster.
+
+        Raises:
+            ValueError: If a document cannot occur.
+        """
+        result: list[np.ndarray] = [np.empty(0)] * len(documents)
+        for rows, ids in word_indices(documents, self._index, most=_CHUNK):
+            reading = _Reading(self, len(rows))
+            # The end of text is certain after a verdict.
+            probabilities = np.ones((len(rows), ids.shape[1] + 1))
+            for t, word in enumerate(ids.T):
+                probabilities[:, t] = reading.observe(word)
+            self._check_possible(documents, rows, (probabilities > 0).all(axis=1) & reading.has_ended)
+            for row, values in zip(rows, np.log(probabilities), strict=True):
+                result[row] = values
+        return result
+
+    def posteriors(self, bodies: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return p(sentiment, topic | body), float64 of shape (n, S, T), summed over what may have written each sentence.
+
+        Raises:
+            ValueError: If a text is no body: not whole sentences, or with a verdict.
+        """
+        result = np.empty((len(bodies), len(SENTIMENTS), len(self.topics)))
+        for rows, ids in word_indices(bodies, self._index, most=_CHUNK):
+            reading = _Reading(self, len(rows))
+            possible = np.full(len(rows), ids.shape[1] > 0)
+            for word in ids.T:
+                possible &= reading.observe(word) > 0
+            possible &= reading.is_between & ~reading.has_ended
+            if not possible.all():
+                body = " ".join(bodies[rows[int(possible.argmin())]])
+                raise ValueError(
+                    f"not a body of this language, 1 to {len(self.length_probabilities)} of its sentences that end in a full "
+                    f"stop, without the verdict: {body!r}"
+                )
+            result[rows] = reading.hidden.reshape(-1, *result.shape[1:])
+        return result
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        """Return `build_tokenizer` of this language."""
+        return build_tokenizer(self, max_length=max_length)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types from which `from_dict` makes the language again, to the last bit."""
+        return {
+            "kind": KIND,
+            "topics": list(self.topics),
+            **{name: getattr(self, name).tolist() for name in _TABLES},
+            **{
+                name: [{"parts": list(template.parts), "probability": template.probability} for template in templates]
+                for name, templates in (("body", self.body), ("verdict", self.verdict))
+            },
+            "slots": {
+                name: {"words": list(slot.words), "probabilities": slot.probabilities.tolist()}
+                for name, slot in self.slots.items()
+            },
+            "cues": {variable: list(cue) for variable, cue in self.cues.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ReviewGrammar:
+        """Make the language that `to_dict` described.
+
+        Raises:
+            ValueError: If `kind` is another, a field is missing or unknown, or the tables are not those of a language.
+        """
+        expected = {"kind", "topics", "body", "verdict", "slots", "cues", *_TABLES}
+        if data.get("kind") != KIND:
+            raise ValueError(f"expected a language of kind {KIND!r}, got {data.get('kind')!r}")
+        if set(data) != expected:
             raise ValueError(
-                f"expected a body of 1 to {len(self.length_probabilities)} sentences, got {len(body)}: "
-                f"{' '.join(words)!r}"
+                f"a language of kind {KIND!r}: missing {sorted(expected - set(data))}, unknown {sorted(set(data) - expected)}"
             )
-        likelihood = np.full((len(SENTIMENTS), len(self.topics)), np.log(self.length_probabilities[len(body) - 1]))
-        for sentence in body:
-            likelihood += self._sentence_log_likelihood(sentence, self._body_by_shape, "body")
-        for sentence in closing:
-            likelihood += self._sentence_log_likelihood(sentence, self._verdict_by_shape, "verdict")
-        return likelihood
-
-    def log_probability(self, document: Sequence[str]) -> float:
-        """Return log p(document) of a whole review, the hidden variables summed out, in nats."""
-        return float(_log_sum_exp(self._log_prior + self.log_likelihood(document, has_verdict=True)))
-
-    def posterior(self, body: Sequence[str]) -> np.ndarray:
-        """Return p(sentiment | body) by Bayes' rule, summed over topics and templates: float64 (S,)."""
-        log_joint = self._log_prior + self.log_likelihood(body, has_verdict=False)
-        return np.exp(log_joint - _log_sum_exp(log_joint)).sum(axis=1)
+        body, verdict = (
+            tuple(Template(parts=tuple(entry["parts"]), probability=entry["probability"]) for entry in data[name])
+            for name in ("body", "verdict")
+        )
+        return cls(
+            topics=tuple(data["topics"]),
+            **{name: np.array(data[name], dtype=float) for name in _TABLES},
+            body=body,
+            verdict=verdict,
+            slots={
+                name: Slot(tuple(slot["words"]), np.array(slot["probabilities"], dtype=float))
+                for name, slot in data["slots"].items()
+            },
+            cues={variable: tuple(cue) for variable, cue in data["cues"].items()},
+        )
 
     @cached_property
-    def _log_prior(self) -> np.ndarray:
-        with np.errstate(divide="ignore"):
-            return np.log(np.outer(self.sentiment_probabilities, self.topic_probabilities))
+    def _index(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """p(word | place in the template, sentiment and topic, template): float64 (P, S·T, M, V), for P places of the longest
+        of the M templates, those of bodies first; 0 behind the end of a template."""
+        templates = self.body + self.verdict
+        num_hidden = len(SENTIMENTS) * len(self.topics)
+        longest = max(len(template.parts) for template in templates)
+        table = np.zeros((longest, num_hidden, len(templates), len(self.words)))
+        for number, template in enumerate(templates):
+            for place, part in enumerate(template.parts):
+                if part.startswith("{"):
+                    slot = self.slots[part[1:-1]]
+                    columns = [self._index[word] for word in slot.words]
+                    table[place, :, number, columns] = slot.probabilities.reshape(num_hidden, -1).T
+                else:
+                    table[place, :, number, self._index[part]] = 1.0
+        return table
+
+    @cached_property
+    def _openings(self) -> np.ndarray:
+        """p(template | sentences of the body so far), float64 (L + 1, M); its order is that of `_places`."""
+        lengths = np.concatenate([[0.0], self.length_probabilities])
+        at_least = np.cumsum(lengths[::-1])[::-1]
+        closing = np.divide(lengths, at_least, out=np.ones_like(lengths), where=at_least > 0)
+        body, verdict = (
+            np.array([template.probability for template in templates]) for templates in (self.body, self.verdict)
+        )
+        return np.hstack([np.outer(1 - closing, body), np.outer(closing, verdict)])
+
+    def _check_possible(self, documents: Sequence[Sequence[str]], rows: np.ndarray, possible: np.ndarray) -> None:
+        if not possible.all():
+            document = documents[rows[int(possible.argmin())]]
+            raise ValueError(f"not a text of this language, its probability is 0: {' '.join(document)!r}")
 
     @cached_property
     def _cumulatives(self) -> _Cumulatives:
@@ -287,22 +423,6 @@ class ReviewGrammar:
         body = 1 + max(len(_slot_names(template)) for template in self.body)
         verdict = 1 + max(len(_slot_names(template)) for template in self.verdict)
         return 3 + len(self.length_probabilities) * body + verdict
-
-    @cached_property
-    def _body_by_shape(self) -> dict[tuple[int, str], list[Template]]:
-        return self._group_by_shape(self.body)
-
-    @cached_property
-    def _verdict_by_shape(self) -> dict[tuple[int, str], list[Template]]:
-        return self._group_by_shape(self.verdict)
-
-    def _group_by_shape(self, templates: Iterable[Template]) -> dict[tuple[int, str], list[Template]]:
-        # Length and first word: what tells at a glance that a template did not write a sentence.
-        groups: dict[tuple[int, str], list[Template]] = {}
-        for template in templates:
-            for word in self._words_of(template.parts[0]):
-                groups.setdefault((len(template.parts), word), []).append(template)
-        return groups
 
     def _words_of(self, part: str) -> tuple[str, ...]:
         return self.slots[part[1:-1]].words if part.startswith("{") else (part,)
@@ -323,26 +443,115 @@ class ReviewGrammar:
                 words.append(part)
         return words
 
-    def _sentence_log_likelihood(
-        self, sentence: tuple[str, ...], templates: Mapping[tuple[int, str], list[Template]], kind: str
-    ) -> np.ndarray:
-        likelihood = np.zeros((len(SENTIMENTS), len(self.topics)))
-        for template in templates.get((len(sentence), sentence[0]), ()):
-            term = np.full_like(likelihood, template.probability)
-            for part, word in zip(template.parts, sentence, strict=True):
-                if part.startswith("{"):
-                    slot = self.slots[part[1:-1]]
-                    if word not in slot.index:
-                        break
-                    term *= slot.probabilities[:, :, slot.index[word]]
-                elif part != word:
-                    break
-            else:
-                likelihood += term
-        if not likelihood.any():
-            raise ValueError(f"not a {kind} sentence of this language: {' '.join(sentence)!r}")
-        with np.errstate(divide="ignore"):
-            return np.log(likelihood)
+
+@dataclass(frozen=True, eq=False)
+class HiddenVariableTask:
+    """The downstream task that asks a body for its sentiment or its topic.
+
+    The classifier sees bodies that the task's cue can follow. How many sentences a body has says nothing about either.
+
+    Attributes:
+        variable: One of VARIABLES.
+    """
+
+    language: ReviewGrammar
+    variable: str
+
+    def __post_init__(self) -> None:
+        if self.variable not in VARIABLES:
+            raise ValueError(f"variable must be one of {', '.join(VARIABLES)}, got {self.variable!r}")
+
+    @property
+    def name(self) -> str:
+        # The older of the two has the name of the language.
+        return KIND if self.variable == "sentiment" else f"{KIND}_{self.variable}"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return SENTIMENTS if self.variable == "sentiment" else self.language.topics
+
+    @property
+    def cue(self) -> tuple[str, ...]:
+        return self.language.cues[self.variable]
+
+    def sample(self, count: int, rng: np.random.Generator) -> list[Example]:
+        """Draw labelled bodies, independently."""
+        most = self.language.most_sentences(self.variable)
+        examples: list[Example] = []
+        while len(examples) < count:
+            reviews = self.language.sample_many(count - len(examples), rng)
+            examples += [self.example(review) for review in reviews if review.body.count(_STOP) <= most]
+        return examples
+
+    def example(self, review: Review) -> Example:
+        """Return the body of a review with its label."""
+        return Example(review.body, getattr(review, self.variable))
+
+    def posterior(self, words: Sequence[str]) -> np.ndarray:
+        """Return p(class | body), float64 of shape (C,), exactly.
+
+        Raises:
+            ValueError: If the words are no body.
+        """
+        return self.posteriors([words])[0]
+
+    def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return `posterior` of each body, float64 (n, C); many at once are faster."""
+        return self.language.posteriors(documents).sum(axis=2 if self.variable == "sentiment" else 1)
+
+
+class _Reading:
+    """What the words so far of n texts, as many of each, tell.
+
+    Attributes:
+        joint: float64 (n, S·T, M), p(sentiment and topic, template of the sentence that is being written | words so far).
+        place: int64 (n,), words so far of that sentence.
+        has_ended: bool (n,), whether the last word closed the verdict.
+    """
+
+    def __init__(self, language: ReviewGrammar, count: int) -> None:
+        self._language = language
+        prior = np.outer(language.sentiment_probabilities, language.topic_probabilities).reshape(-1)
+        self.joint = np.tile(prior[:, None] * language._openings[0], (count, 1, 1))
+        self.place = np.zeros(count, dtype=np.int64)
+        self.has_ended = np.zeros(count, dtype=bool)
+        self._sentences = np.zeros(count, dtype=np.int64)
+
+    @property
+    def hidden(self) -> np.ndarray:
+        """p(sentiment and topic | words so far), float64 (n, S·T)."""
+        return self.joint.sum(axis=2)
+
+    @property
+    def is_between(self) -> np.ndarray:
+        """Whether the last word ended a sentence, bool (n,)."""
+        return (self.place == 0) & (self._sentences > 0)
+
+    def observe(self, word: np.ndarray) -> np.ndarray:
+        """Take in the next word of each text, indices (n,), and return its probability, float64 (n,)."""
+        joint = self.joint * self._language._places[self.place, :, :, word]
+        scale = np.where(self.has_ended, 0.0, joint.sum(axis=(1, 2)))
+        joint /= np.where(scale > 0, scale, 1.0)[:, None, None]
+        # No sentence goes on behind a full stop, and one that cannot be ended is never at the end of all templates.
+        closed = word == self._language._index[_STOP]
+        is_verdict = joint[:, :, len(self._language.body) :].any(axis=(1, 2))
+        self.has_ended |= closed & is_verdict
+        self._sentences += closed
+        openings = self._language._openings[np.minimum(self._sentences, len(self._language._openings) - 1)]
+        begun = joint.sum(axis=2)[:, :, None] * openings[:, None]
+        self.joint = np.where(closed[:, None, None], begun, joint)
+        self.place = np.where(closed, 0, np.minimum(self.place + 1, len(self._language._places) - 1))
+        return scale
+
+    def word_probabilities(self) -> np.ndarray:
+        """Return p(next word | words so far), float64 (n, V)."""
+        places = self._language._places
+        num_writers, num_words = self.joint[0].size, places.shape[-1]
+        result = np.zeros((len(self.joint), num_words))
+        for place in np.unique(self.place):
+            rows = np.flatnonzero((self.place == place) & ~self.has_ended)
+            result[rows] = self.joint[rows].reshape(-1, num_writers) @ places[place].reshape(num_writers, num_words)
+        return result
 
 
 class _Cumulatives(NamedTuple):
@@ -358,74 +567,19 @@ def _cumulative(probabilities: Sequence[float] | np.ndarray) -> list[float]:
     return [*np.cumsum(probabilities)[:-1].tolist(), float("inf")]
 
 
-def _log_sum_exp(values: np.ndarray) -> np.ndarray:
-    largest = values.max()
-    return largest + np.log(np.exp(values - largest).sum())
-
-
 def _slot_names(template: Template) -> list[str]:
     return [part[1:-1] for part in template.parts if part.startswith("{")]
 
 
-def _split_sentences(words: Sequence[str]) -> list[tuple[str, ...]]:
-    if not words or words[-1] != ".":
-        raise ValueError(f"expected sentences that end in a full stop, got {' '.join(words)!r}")
-    ends = [position + 1 for position, word in enumerate(words) if word == "."]
-    return [tuple(words[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _begins(cue: Sequence[str], template: Template) -> bool:
+    parts = template.parts
+    return parts[: len(cue)] == tuple(cue) and len(parts) > len(cue) and parts[len(cue)].startswith("{")
 
 
-def bayes_accuracy(grammar: ReviewGrammar, reviews: Sequence[Review]) -> BayesAccuracy:
-    """Score the Bayes classifier of the sentiment, given the body, on a test set."""
-    posteriors = np.array([grammar.posterior(review.body) for review in reviews])
-    labels = np.array([review.sentiment for review in reviews])
-    return BayesAccuracy(
-        accuracy=float((posteriors.argmax(axis=1) == labels).mean()), expected=float(posteriors.max(axis=1).mean())
-    )
-
-
-def entropy(grammar: ReviewGrammar, reviews: Sequence[Review]) -> Entropy:
-    """Estimate the entropy per token from a sample: the mean of -log p(document) over the mean length.
-
-    A document's tokens are its words and the end of text, which is certain after the verdict.
-    """
-    nats = np.array([-grammar.log_probability(review.body + review.verdict) for review in reviews])
-    lengths = np.array([len(review.body) + len(review.verdict) + 1 for review in reviews])
-    value = nats.sum() / lengths.sum()
-    # Delta method for the ratio of two means.
-    residuals = (nats - value * lengths) / lengths.mean()
-    return Entropy(value=float(value), stderr=float(residuals.std(ddof=1) / np.sqrt(len(reviews))))
-
-
-def write_dataset(folder: Path, *, train: Sequence[Review], test: Sequence[Review]) -> Path:
-    """Write the downstream task as `<folder>/harness_ext/reviews/{train,test}.jsonl`.
-
-    The columns are `text` (the body without the verdict), `label` (0 negative, 1 positive) and `label_text`.
-
-    Returns:
-        The folder that holds the two files.
-    """
-    target = folder / DATASET
-    target.mkdir(parents=True, exist_ok=True)
-    for split, reviews in (("train", train), ("test", test)):
-        with (target / f"{split}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
-            for review in reviews:
-                row = {"text": review.text, "label": review.sentiment, "label_text": SENTIMENTS[review.sentiment]}
-                file.write(json.dumps(row) + "\n")
-    return target
-
-
-def write_text(folder: Path, sample: Sequence[Review]) -> Path:
-    """Write held-out text, verdicts included, as `<folder>/harness_ext/reviews_text/test.jsonl` with the column `text`.
-
-    Returns:
-        The file.
-    """
-    target = folder / TEXT_DATASET
-    target.mkdir(parents=True, exist_ok=True)
-    path = target / "test.jsonl"
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps({"text": review.document}) + "\n" for review in sample)
-    return path
+def _read_only(table: np.ndarray) -> np.ndarray:
+    copy = np.array(table, dtype=np.float64)
+    copy.flags.writeable = False
+    return copy
 
 
 def build_tokenizer(grammar: ReviewGrammar, *, max_length: int) -> PreTrainedTokenizerFast:
@@ -583,7 +737,19 @@ def default_grammar() -> ReviewGrammar:
         body=_templates(_BODY),
         verdict=_templates(_VERDICT),
         slots=slots,
+        cues={"sentiment": ("this", "movie", "is"), "topic": ("i", "watched", "this")},
     )
+
+
+def fixed_reviews(seed: int = 0) -> ReviewGrammar:
+    """Return `default_grammar`. Its tables are written down, so every seed gives the same language.
+
+    Raises:
+        ValueError: If the seed is negative.
+    """
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    return default_grammar()
 
 
 def _templates(lines: Sequence[tuple[float, str]]) -> tuple[Template, ...]:

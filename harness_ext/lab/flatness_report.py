@@ -1,0 +1,414 @@
+"""Does flatness predict downstream accuracy where the loss does not: traces against accuracies within loss-matched groups.
+
+Source of the question: Liu, Xie, Li and Ma (2023), who find that of models of equal pretraining loss the flatter one, with
+the smaller trace of the Hessian, transfers better: a negative rank correlation. What comes out here is reported whatever its
+sign.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness_ext.correlation import Correlation, Heterogeneity, heterogeneity, spearman
+from harness_ext.lab.result_files import Measured, ResultFile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "ALL_GROUPS",
+    "TRACES",
+    "Row",
+    "Tested",
+    "correlate",
+    "draw",
+    "read_rows",
+    "table_lines",
+    "write",
+    "write_csv",
+]
+
+ALL_GROUPS = "all"
+"""Name of what is pooled over groups."""
+
+TRACES = ("fisher_trace", "hessian_trace")
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito (2008): told apart with any colour vision."""
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model on a downstream task.
+
+    Attributes:
+        model: Name in `groups.json`.
+        group: Name of its group.
+        algorithm: What it was trained with; an empty string if that is not known.
+        task: Downstream task.
+        loss: What was matched.
+        accuracy: In [0, 1]; its error may be NaN.
+        traces: Of the names in `TRACES`, those measured, in nats per token.
+    """
+
+    model: str
+    group: str
+    algorithm: str
+    task: str
+    loss: Measured
+    accuracy: Measured
+    traces: Mapping[str, Measured]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Spearman's ρ of a trace and the accuracies of a task, in one group or pooled over all.
+
+    Attributes:
+        task: Downstream task.
+        trace: One of `TRACES`.
+        group: Its name, or `ALL_GROUPS`: ranks within each group.
+        num_models: Models that have both.
+        spread: Whether accuracies differ by more than their errors.
+        correlation: None if it was refused.
+        reason: Why there is no ρ; None if there is.
+    """
+
+    task: str
+    trace: str
+    group: str
+    num_models: int
+    spread: Heterogeneity
+    correlation: Correlation | None
+    reason: str | None
+
+
+def read_rows(groups: Mapping[str, Any], files: Sequence[ResultFile], *, metric: str = "acc") -> list[Row]:
+    """Join the models of `groups.json` with what was measured of them.
+
+    A result file belongs to the model whose name it has, or whose folder ends in the same run and step: folders may have moved.
+
+    Args:
+        groups: Content of `groups.json`, as `match.Matching.to_dict` makes it.
+        files: Result files; those of other models are passed over.
+        metric: Of the downstream tasks: every task that has it is one.
+
+    Returns:
+        Rows in the order of groups, models and tasks. A trace or task that a model lacks is left out.
+
+    Raises:
+        ValueError: If two files give a model different values, or no model has a value of a downstream task.
+    """
+    by_key: dict[str, list[ResultFile]] = {}
+    for file in files:
+        for key in {file.model, f"{Path(file.run).name}-{file.step}"}:
+            by_key.setdefault(key, []).append(file)
+    rows = []
+    for group in groups["groups"]:
+        for model in group["models"]:
+            own = {id(file): file for key in _keys(model) for file in by_key.get(key, [])}.values()
+            found = _collect(model["name"], list(own), metric)
+            for task in sorted(task for task, name in found if name == metric):
+                rows.append(
+                    Row(
+                        model=model["name"],
+                        group=group["name"],
+                        algorithm=str(model["details"].get("algorithm") or ""),
+                        task=task,
+                        loss=Measured(**model["loss"]),
+                        accuracy=found[task, metric],
+                        traces={trace: found["", trace] for trace in TRACES if ("", trace) in found},
+                    )
+                )
+    if not rows:
+        raise ValueError(
+            f"expected result files with {metric} of the models in the groups, found none in {len(files)} files. "
+            "Evaluate the models: lm_eval --tasks … --output_path FOLDER."
+        )
+    return rows
+
+
+def _keys(model: Mapping[str, Any]) -> list[str]:
+    keys = [model["name"]]
+    if model["step"] is not None:
+        keys.append(f"{Path(model['run']).name}-{model['step']}")
+    return keys
+
+
+def _collect(model: str, files: Sequence[ResultFile], metric: str) -> dict[tuple[str, str], Measured]:
+    """Values by task and metric; traces have no task, for a model has one set of them."""
+    found: dict[tuple[str, str], Measured] = {}
+    sources: dict[tuple[str, str], Path] = {}
+    for file in files:
+        for task in file.results:
+            for name in (metric, *TRACES):
+                measured = file.measured(task, name)
+                if measured is None:
+                    continue
+                key = (task if name == metric else "", name)
+                before = found.setdefault(key, measured)
+                source = sources.setdefault(key, file.path)
+                if not math.isclose(before.value, measured.value, rel_tol=1e-6):
+                    raise ValueError(
+                        f"{file.path} and {source} have different {name} of {model}: {measured.value:.6g} and "
+                        f"{before.value:.6g} ({task}). Leave one out."
+                    )
+    return found
+
+
+def correlate(
+    rows: Sequence[Row],
+    *,
+    rng: np.random.Generator,
+    traces: Sequence[str] = TRACES,
+    alpha: float = 0.05,
+    num_resamples: int = 10_000,
+    num_permutations: int = 10_000,
+) -> list[Tested]:
+    """Spearman's ρ of each trace and each task, in each group and pooled over groups.
+
+    Refused where accuracies do not differ by more than their errors at level `alpha`: their order is then mostly chance.
+
+    Args:
+        rows: As `read_rows` makes them.
+        rng: Source of resamples and permutations.
+        traces: Of `TRACES`; one that no model has is passed over.
+        alpha: Level of the test of the spread.
+        num_resamples: See `correlation.spearman`.
+        num_permutations: Likewise.
+
+    Returns:
+        Task by task, trace by trace, the pooled one first.
+    """
+    result = []
+    for task in dict.fromkeys(row.task for row in rows):
+        for trace in traces:
+            measured = [row for row in rows if row.task == task and trace in row.traces]
+            if not measured:
+                continue
+            names = list(dict.fromkeys(row.group for row in measured))
+            for group in (ALL_GROUPS, *names):
+                used = [row for row in measured if group in (ALL_GROUPS, row.group)]
+                labels = [row.group for row in used]
+                spread = heterogeneity(
+                    [row.accuracy.value for row in used], [row.accuracy.stderr for row in used], labels
+                )
+                correlation, reason = None, None
+                if spread.reason is not None:
+                    reason = f"spread unknown: {spread.reason}"
+                elif not spread.exceeds_error(alpha):
+                    reason = f"accuracies differ by no more than their errors (p = {spread.p_value:.2g})"
+                else:
+                    correlation = spearman(
+                        [row.traces[trace].value for row in used],
+                        [row.accuracy.value for row in used],
+                        groups=labels,
+                        rng=rng,
+                        num_resamples=num_resamples,
+                        num_permutations=num_permutations,
+                    )
+                    reason = correlation.reason
+                result.append(Tested(task, trace, group, len(used), spread, correlation, reason))
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+
+def table_lines(tested: Sequence[Tested]) -> list[str]:
+    """The correlations as a Markdown table."""
+    lines = [
+        "| task | trace | group | models | ρ | interval | p | note |",
+        "| --- | --- | --- | ---: | ---: | --- | ---: | --- |",
+    ]
+    for one in tested:
+        found = one.correlation
+        cells = [one.task, one.trace, one.group, str(one.num_models)]
+        if found is None or one.reason is not None:
+            cells += ["", "", "", one.reason or ""]
+        else:
+            interval = "" if found.interval_reason else f"{found.low:.2f} to {found.high:.2f}"
+            cells += [f"{found.value:.2f}", interval, f"{found.p_value:.2g}", found.interval_reason or ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def write_csv(rows: Sequence[Row], tested: Sequence[Tested], folder: Path) -> tuple[Path, Path]:
+    """Write `flatness_models.csv`, a line for each model and task, and `flatness_correlations.csv`. What is not known "
+    "is blank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    models, correlations = folder / "flatness_models.csv", folder / "flatness_correlations.csv"
+    with models.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        measures = ("loss", "accuracy", *TRACES)
+        writer.writerow(
+            ["group", "model", "algorithm", "task", *(f"{name}{end}" for name in measures for end in ("", "_stderr"))]
+        )
+        for row in rows:
+            values = [row.loss, row.accuracy, *(row.traces.get(name) for name in TRACES)]
+            numbers = [_cell(number) for value in values for number in (value or (None, None))]
+            writer.writerow([row.group, row.model, row.algorithm, row.task, *numbers])
+    with correlations.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        numbers_of = (
+            "value",
+            "low",
+            "high",
+            "p_value",
+            "confidence",
+            "num_permutations",
+            "is_enumerated",
+            "num_undefined",
+        )
+        writer.writerow(
+            ["task", "trace", "group", "num_models", *numbers_of, "spread_q", "spread_df", "spread_p_value", "reason"]
+        )
+        for one in tested:
+            found = [_cell(getattr(one.correlation, name)) if one.correlation else "" for name in numbers_of]
+            spread = [_cell(one.spread.statistic), one.spread.degrees_of_freedom, _cell(one.spread.p_value)]
+            note = one.reason or (one.correlation.interval_reason if one.correlation else None) or ""
+            writer.writerow([one.task, one.trace, one.group, one.num_models, *found, *spread, note])
+    return models, correlations
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else str(value) if isinstance(value, int) else f"{value:.8g}"
+
+
+def write(rows: Sequence[Row], tested: Sequence[Tested], folder: Path) -> list[Path]:
+    """Write the two tables, and of each trace `flatness_<trace>.png` and `.svg`.
+
+    Raises:
+        ImportError: If matplotlib is not installed; the tables are there by then.
+    """
+    paths = list(write_csv(rows, tested, folder))
+
+    from matplotlib import rc_context
+
+    for trace in dict.fromkeys(one.trace for one in tested):
+        figure = draw(rows, tested, trace)
+        for ending, metadata in (("png", None), ("svg", {"Date": None})):
+            path = folder / f"flatness_{trace}.{ending}"
+            # Otherwise the SVG has a time and random ids, and the same results give another file.
+            with rc_context({"svg.hashsalt": "harness-ext"}):
+                figure.savefig(path, dpi=200, metadata=metadata)
+            paths.append(path)
+    return paths
+
+
+# ----------------------------------------------------------------------------------------------------------- figure
+
+
+def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
+    """Draw accuracy against a trace: a panel for each task, a colour for each group, a marker for each algorithm.
+
+    There are seven colours and ten markers; with more groups or algorithms they come again.
+
+    Args:
+        rows: As `read_rows` makes them.
+        tested: As `correlate` makes them; a panel says what is pooled over groups.
+        trace: One of `TRACES`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If no model has the trace.
+    """
+    # No pyplot: it keeps global state and may want a display.
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogFormatter, PercentFormatter
+
+    drawn = [row for row in rows if trace in row.traces]
+    if not drawn:
+        raise ValueError(f"no model has {trace}; run a flatness task, such as lm_eval --tasks flatness_wikitext.")
+    tasks = list(dict.fromkeys(row.task for row in drawn))
+    groups = list(dict.fromkeys(row.group for row in drawn))
+    algorithms = list(dict.fromkeys(row.algorithm for row in drawn))
+    colour = {group: _COLOURS[place % len(_COLOURS)] for place, group in enumerate(groups)}
+    marker = {name: _MARKERS[place % len(_MARKERS)] for place, name in enumerate(algorithms)}
+    pooled = {one.task: one for one in tested if one.trace == trace and one.group == ALL_GROUPS}
+
+    columns = min(3, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    figure = Figure(figsize=(max(4.6, 3.5 * columns), 3.1 * lines + 0.9), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True).ravel()
+    values = [row.traces[trace].value for row in drawn]
+    is_log = min(values) > 0 and max(values) > 5 * min(values)
+    for panel, task in zip(panels, tasks, strict=False):
+        for row in drawn:
+            if row.task != task:
+                continue
+            x, y = row.traces[trace], row.accuracy
+            panel.errorbar(
+                x.value,
+                y.value,
+                xerr=x.stderr if math.isfinite(x.stderr) else None,
+                yerr=y.stderr if math.isfinite(y.stderr) else None,
+                fmt=marker[row.algorithm],
+                color=colour[row.group],
+                markersize=5.5,
+                markeredgecolor="white",
+                markeredgewidth=0.6,
+                elinewidth=0.9,
+                alpha=0.95,
+            )
+        panel.set_title(f"{task}\n{_label(pooled.get(task))}", fontsize=8.5, loc="left")
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        if is_log:
+            panel.set_xscale("log")
+            panel.xaxis.set_major_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+            panel.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        panel.grid(color="0.9", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(which="both", labelsize=8)
+        panel.tick_params(which="major", pad=3.4, length=3.5)
+        panel.tick_params(which="minor", pad=4.9, length=2)
+    for panel in panels[len(tasks) :]:
+        panel.set_axis_off()
+    for place, panel in enumerate(panels[: len(tasks)]):
+        if place + columns >= len(tasks):
+            panel.tick_params(labelbottom=True, which="both")
+            panel.set_xlabel(f"{trace.replace('_', ' ')} (nats per token)", fontsize=8)
+        if place % columns == 0:
+            panel.set_ylabel("accuracy", fontsize=8)
+    known = [one.correlation for one in pooled.values() if one.correlation is not None]
+    if known:
+        # At the left, above the panels' own titles.
+        text = f"Spearman's ρ within loss-matched groups [{known[0].confidence:.0%} interval], permutation p"
+        figure.suptitle(text, fontsize=8, x=0.01, ha="left", color="0.35")
+
+    of_groups, of_algorithms = [], []
+    for group in groups:
+        losses = [row.loss.value for row in drawn if row.group == group]
+        label = f"{group}: loss {min(losses):.4f} to {max(losses):.4f}"
+        of_groups.append(Line2D([], [], linestyle="", marker="o", color=colour[group], label=label))
+    for name in algorithms:
+        if name:
+            of_algorithms.append(Line2D([], [], linestyle="", marker=marker[name], color="0.35", label=name))
+    style: dict[str, Any] = {"fontsize": 8, "frameon": False, "handletextpad": 0.2, "columnspacing": 1.2}
+    figure.legend(handles=of_groups, loc="outside lower left", ncols=columns, **style)
+    if of_algorithms:
+        figure.legend(handles=of_algorithms, loc="outside lower right", ncols=2 if columns == 1 else 4, **style)
+    return figure
+
+
+def _label(one: Tested | None) -> str:
+    """What a panel says of its correlation."""
+    if one is None:
+        return ""
+    if one.correlation is None or one.reason is not None:
+        return "no ρ: " + ("no spread beyond error" if one.spread.reason is None else "spread unknown")
+    found = one.correlation
+    interval = "" if found.interval_reason else f" [{found.low:.2f}, {found.high:.2f}]"
+    p = "p < 0.0001" if found.p_value < 1e-4 else f"p = {found.p_value:.1g}"
+    return f"ρ = {found.value:.2f}{interval}, {p}".replace("-", "−")

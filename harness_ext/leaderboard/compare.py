@@ -1,0 +1,330 @@
+"""Comparisons: two models on the documents that they share, models of one loss, aggregates over tasks, and whether flatness
+predicts downstream where loss does not. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness_ext import correlation, loss_groups
+from harness_ext.leaderboard.contracts import (
+    ALPHABET,
+    MISSING,
+    Aggregate,
+    Coefficient,
+    Column,
+    Correlation,
+    Flatness,
+    Loss,
+    LossGroup,
+    Score,
+    Vector,
+)
+from harness_ext.leaderboard.statistics import (
+    PairedDifference,
+    borda,
+    mcnemar_exact,
+    normalised,
+    paired_bootstrap,
+    win_rates,
+)
+
+__all__ = [
+    "TOLERANCES",
+    "Comparison",
+    "aggregates",
+    "compare_vectors",
+    "correlations",
+    "disagreements",
+    "groups_of_loss",
+]
+
+TOLERANCES = {"bits_per_byte": 0.01, "nats_per_token": 0.01}
+"""Default tolerance of loss groups, by measure."""
+
+FEWEST_MODELS = 4
+"""Of a correlation: a partial one needs four."""
+
+CORRELATED_MEASURES = ("fisher_trace", "hessian_trace", "fisher_trace_scaled")
+
+DOWNSTREAM = ("natural", "probe", "quad", "kernel", "finetune", "other")
+"""Kinds of columns with scores of tasks."""
+
+_RESAMPLES = 2_000
+_MOST_RANKS = 400_000
+"""Models times resamples of one bootstrap, for boards of many models."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same documents.
+
+    Attributes:
+        num_documents: That both have.
+        first_only, second_only: Documents that only one has right; None where documents count in part.
+        p_value: Of the exact McNemar test; None likewise.
+        difference: Mean of second less first, with a bootstrap interval.
+        is_partial: Whether one model was evaluated on some of the other's documents only.
+    """
+
+    num_documents: int
+    first_only: int | None
+    second_only: int | None
+    p_value: float | None
+    difference: PairedDifference
+    is_partial: bool
+
+
+def compare_vectors(
+    first: Vector, second: Vector, sets: Sequence[Sequence[str]], *, rng: np.random.Generator
+) -> Comparison:
+    """Compare two models on one column.
+
+    Args:
+        first: Of `Board.vectors` of the column.
+        second: Likewise.
+        sets: `Board.document_sets` of the column.
+        rng: Source of the bootstrap's resamples.
+
+    Raises:
+        ValueError: If the documents differ: neither set is part of the other, or no document is shared.
+    """
+    of_first, of_second = _scores_of(first, sets), _scores_of(second, sets)
+    shared = sorted(of_first.keys() & of_second.keys())
+    smaller = min(len(of_first), len(of_second))
+    if not shared or len(shared) < smaller:
+        raise ValueError(
+            f"the documents differ: {len(of_first):,} and {len(of_second):,}, of which {len(shared):,} are the same by "
+            "doc_hash; compare runs on the same version of the dataset"
+        )
+    a, b = np.array([of_first[key] for key in shared]), np.array([of_second[key] for key in shared])
+    first_only = second_only = p_value = None
+    if np.isin(a, (0.0, 1.0)).all() and np.isin(b, (0.0, 1.0)).all():
+        first_only, second_only = int(np.sum(a > b)), int(np.sum(b > a))
+        p_value = mcnemar_exact(first_only, second_only)
+    return Comparison(
+        num_documents=len(shared),
+        first_only=first_only,
+        second_only=second_only,
+        p_value=p_value,
+        difference=paired_bootstrap(a, b, rng=rng),
+        is_partial=len(of_first) != len(of_second),
+    )
+
+
+def _scores_of(vector: Vector, sets: Sequence[Sequence[str]]) -> dict[str, float]:
+    value = dict(zip(ALPHABET, vector.values, strict=False))
+    keys = sets[vector.documents]
+    return {key: value[code] for key, code in zip(keys, vector.codes, strict=True) if code != MISSING}
+
+
+def disagreements(vectors: Sequence[Vector], sets: Sequence[Sequence[str]], most: int) -> list[str]:
+    """Documents on which models disagree, those that split the models most evenly first; `most` at most, sorted by key."""
+    sums: dict[str, list[float]] = {}
+    for vector in vectors:
+        for key, score in _scores_of(vector, sets).items():
+            total = sums.setdefault(key, [0.0, 0.0, 0.0])
+            total[0] += score
+            total[1] += score * score
+            total[2] += 1
+    spread = {key: square / count - (total / count) ** 2 for key, (total, square, count) in sums.items() if count > 1}
+    # A spread of rounding errors is none.
+    found = sorted(
+        (key for key, value in spread.items() if value > 1e-12), key=lambda key: (-round(spread[key], 12), key)
+    )
+    return sorted(found[:most])
+
+
+# -------------------------------------------------------------------------------------------------------- loss groups
+
+
+def groups_of_loss(losses: Iterable[Loss], tolerances: Mapping[str, float] = TOLERANCES) -> tuple[LossGroup, ...]:
+    """Models of one loss on each text, of full runs; see `harness_ext.loss_groups`."""
+    groups = []
+    for text, of_text in sorted(_by_text(losses).items()):
+        measure = of_text[0].axis[0]
+        values = [loss.axis[1] for loss in of_text]
+        found = loss_groups.loss_groups(
+            [metric.value for metric in values if metric.value is not None],
+            [metric.stderr or 0.0 for metric in values],
+            tolerance=tolerances[measure],
+        )
+        for group in found.groups:
+            members = [of_text[place] for place in group.members]
+            low, high = members[0].axis[1].value, members[-1].axis[1].value
+            assert low is not None
+            assert high is not None
+            groups.append(LossGroup(text, tolerances[measure], tuple(loss.model for loss in members), low, high))
+    return tuple(groups)
+
+
+def _by_text(losses: Iterable[Loss]) -> dict[str, list[Loss]]:
+    """Losses of full runs by text, one for each model, in the order given."""
+    found: dict[str, dict[str, Loss]] = {}
+    for loss in losses:
+        if loss.limit is None and loss.axis[1].value is not None:
+            found.setdefault(loss.text, {}).setdefault(loss.model, loss)
+    return {text: list(of_text.values()) for text, of_text in found.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- correlations
+
+
+def correlations(
+    columns: Iterable[Column],
+    scores: Iterable[Score],
+    losses: Iterable[Loss],
+    flatness: Iterable[Flatness],
+    groups: Iterable[LossGroup],
+    *,
+    remembered: Callable[[str, Callable[[], Sequence[Coefficient]]], Sequence[Coefficient]] = lambda _, make: make(),
+) -> tuple[Correlation, ...]:
+    """Correlate loss and flatness with each downstream column, over the models that have all three, of full runs.
+
+    Args:
+        columns: Of the board.
+        scores: Likewise.
+        losses: Likewise.
+        flatness: Likewise.
+        groups: From `groups_of_loss`.
+        remembered: Of a text that says what is correlated, and a function that makes the four coefficients, returns them.
+    """
+    main = _values(columns, scores)
+    downstream = [
+        column for column in columns if column.kind in DOWNSTREAM and len(main.get(column.id, ())) >= FEWEST_MODELS
+    ]
+    measured: dict[tuple[str, str], dict[str, float]] = {}
+    for of_model in flatness:
+        for measure in CORRELATED_MEASURES:
+            metric = of_model.measures.get(measure)
+            if of_model.limit is None and metric is not None and metric.value is not None:
+                measured.setdefault((of_model.column, measure), {})[of_model.model] = metric.value
+    group_of: dict[tuple[str, str], int] = {}
+    for number, group in enumerate(groups):
+        group_of.update(dict.fromkeys(((group.text, model) for model in group.models), number))
+    result = []
+    for text, of_text in sorted(_by_text(losses).items()):
+        loss = {of_model.model: of_model.axis[1].value for of_model in of_text}
+        for (column, measure), traces in sorted(measured.items()):
+            for task in downstream:
+                accuracy = main[task.id]
+                models = sorted(loss.keys() & traces.keys() & accuracy.keys())
+                if len(models) >= FEWEST_MODELS:
+                    result.append(
+                        _correlation(
+                            remembered,
+                            (text, column, measure, task.id),
+                            models,
+                            np.array([loss[model] for model in models], dtype=np.float64),
+                            np.array([traces[model] for model in models]),
+                            np.array([accuracy[model] for model in models]),
+                            # A model in no group is alone.
+                            [group_of.get((text, model), -1 - place) for place, model in enumerate(models)],
+                        )
+                    )
+    return tuple(result)
+
+
+def _values(columns: Iterable[Column], scores: Iterable[Score]) -> dict[str, dict[str, float]]:
+    """Value of the main metric by column and model, of full runs."""
+    metric = {column.id: column.metric for column in columns}
+    found: dict[str, dict[str, float]] = {}
+    for score in scores:
+        shown = score.metrics.get(metric[score.column])
+        if score.limit is None and shown is not None and shown.value is not None:
+            found.setdefault(score.column, {})[score.model] = shown.value
+    return found
+
+
+def _correlation(
+    remembered: Callable[[str, Callable[[], Sequence[Coefficient]]], Sequence[Coefficient]],
+    key: tuple[str, str, str, str],
+    models: Sequence[str],
+    loss: np.ndarray,
+    traces: np.ndarray,
+    accuracy: np.ndarray,
+    groups: Sequence[int],
+) -> Correlation:
+    # Seeded by what is correlated, so that a board's other contents do not change these numbers.
+    made = json.dumps([key, models, loss.tolist(), traces.tolist(), accuracy.tolist(), groups])
+    seed = int.from_bytes(hashlib.sha256(made.encode()).digest()[:8], "big")
+
+    def make() -> list[Coefficient]:
+        resamples = max(100, min(_RESAMPLES, _MOST_RANKS // len(models)))
+        draws: dict[str, Any] = {"num_resamples": resamples, "num_permutations": resamples}
+        rng = np.random.default_rng(seed)
+        found = [
+            correlation.spearman(loss, accuracy, rng=rng, **draws),
+            correlation.spearman(traces, accuracy, rng=rng, **draws),
+            correlation.partial_spearman(traces, accuracy, loss, rng=rng, **draws),
+            correlation.spearman(traces, accuracy, groups=groups, rng=rng, **draws),
+        ]
+        return [_coefficient(of) for of in found]
+
+    return Correlation(*key, tuple(models), *remembered(made, make))
+
+
+def _coefficient(found: correlation.Correlation) -> Coefficient:
+    def known(value: float) -> float | None:
+        # Linear algebra rounds differently from one machine to another; the last digits are left out.
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+
+    return Coefficient(
+        known(found.value),
+        known(found.low),
+        known(found.high),
+        known(found.p_value),
+        found.reason or found.interval_reason,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- aggregates
+
+
+def aggregates(columns: Sequence[Column], scores: Iterable[Score]) -> tuple[Aggregate, ...]:
+    """Aggregate over the columns of each kind that have full runs; see `contracts.Aggregate`."""
+    main = _values(columns, scores)
+    by_kind: dict[str, list[Column]] = {}
+    for column in columns:
+        # A group is the mean of its tasks, which count themselves.
+        if column.kind in DOWNSTREAM and column.bounded and "group" not in column.settings and main.get(column.id):
+            by_kind.setdefault(f"{column.kind}, chat" if column.chat else column.kind, []).append(column)
+    result = []
+    for kind, of_kind in by_kind.items():
+        present: dict[str, int] = {}
+        for column in of_kind:
+            for model in main[column.id]:
+                present[model] = present.get(model, 0) + 1
+        complete = sorted(model for model, count in present.items() if count == len(of_kind))
+        numbers: dict[str, tuple[float, float | None, float | None, float]] = {}
+        if complete:
+            table = np.array([[main[column.id][model] for column in of_kind] for model in complete])
+            higher = [column.higher_is_better[column.metric] for column in of_kind]
+            rates, points = win_rates(table, higher), borda(table, higher)
+            for place, model in enumerate(complete):
+                numbers[model] = (
+                    float(table[place].mean()),
+                    _mean_normalised(of_kind, table[place]),
+                    float(rates[place]) if len(complete) > 1 else None,
+                    float(points[place]),
+                )
+        for model in sorted(present):
+            of_model = numbers.get(model, (None, None, None, None))
+            result.append(Aggregate(model, kind, present[model], len(of_kind), *of_model))
+    return tuple(result)
+
+
+def _mean_normalised(columns: Sequence[Column], values: Sequence[float] | np.ndarray) -> float | None:
+    found = []
+    for column, value in zip(columns, values, strict=True):
+        if column.chance is None or not column.higher_is_better[column.metric]:
+            return None
+        found.append(normalised(float(value), column.chance))
+    return sum(found) / len(found)

@@ -1,0 +1,168 @@
+"""samples_*.jsonl of lm_eval: which documents a model got right.
+
+A document is known by lm_eval's doc_hash, the SHA-256 of its JSON, of which 12 digits are kept; the same document met again in
+a task is "#2", "#3", … in the order of doc_id, so that repetitions pair up too. Files before lm_eval 0.4.3 have no hash: it is
+made here by the same rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness_ext.leaderboard import untrusted
+from harness_ext.leaderboard.contracts import ALPHABET, Document
+from harness_ext.leaderboard.records import Samples
+
+__all__ = [
+    "MAX_DOCUMENTS",
+    "doc_hash",
+    "document_text",
+    "join_samples",
+    "read_documents",
+    "sample_files",
+    "samples_lines",
+]
+
+MAX_DOCUMENTS = 200_000
+MAX_LINE_BYTES = 8_000_000
+TEXT_CHARACTERS = 600
+TARGET_CHARACTERS = 120
+
+_SHORT_FIELD = 20
+"""Characters below which a field of a document is more likely a label or a name than text to read."""
+
+
+def sample_files(result: Path, task: str) -> Path | None:
+    """The samples of a task beside a result file, which have the same date in their name; None if there are none.
+
+    lm_eval writes results_DATE.json with samples_TASK_DATE.jsonl, and NAME_DATE.json where --output_path ends in .json.
+    """
+    date = (
+        result.stem.removeprefix("results_") if result.stem.startswith("results_") else result.stem.rpartition("_")[2]
+    )
+    # Task names come from the file; one with a separator cannot be a file of this folder.
+    if not date or any(character in task for character in "/\\\0"):
+        return None
+    path = result.parent / f"samples_{task}_{date}.jsonl"
+    return path if len(path.name) <= 255 and path.is_file() and not path.is_symlink() else None
+
+
+def samples_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The samples of a file, one JSON object a line; lm_eval 0.4.0 wrote one list.
+
+    Raises:
+        ValueError: If a line is too long or no JSON object.
+        OSError: If the file cannot be read.
+    """
+    with path.open("rb") as stream:
+        for count, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"line {count}: expected at most {MAX_LINE_BYTES:,} bytes, found more")
+            if count == 1 and line.strip() == b"[":
+                rest = line + stream.read(16 * MAX_LINE_BYTES)
+                found = untrusted.parse_json(rest)
+                yield from (sample for sample in found if isinstance(sample, dict))
+                return
+            if not line.strip():
+                continue
+            try:
+                sample = untrusted.parse_json(line)
+            except ValueError as err:
+                raise ValueError(f"line {count}: {err}") from err
+            if not isinstance(sample, dict):
+                raise ValueError(f"line {count}: expected a JSON object, found {type(sample).__name__}")
+            yield sample
+
+
+def join_samples(
+    samples: Iterable[Mapping[str, Any]], metrics: Sequence[str], *, filter_name: str, file: str
+) -> Samples | None:
+    """Reduce samples to right and wrong by document.
+
+    Args:
+        samples: As `samples_lines` gives them, in any order.
+        metrics: Names that may be wanted; those that are a number for every document are kept.
+        filter_name: lm_eval's filter whose samples count; files before 0.4.5 do not name it.
+        file: For `Samples.file`.
+
+    Returns:
+        None if there are no samples of the filter, or no metric of them is a number for each.
+
+    Raises:
+        ValueError: If a document is there twice, or has neither hash nor content, or there are more than `MAX_DOCUMENTS`.
+    """
+    rows: dict[int, tuple[str, list[float | None]]] = {}
+    for sample in samples:
+        if sample.get("filter", filter_name) != filter_name:
+            continue
+        doc_id = untrusted.whole_number(sample.get("doc_id"))
+        if doc_id is None:
+            raise ValueError(f"doc_id is {sample.get('doc_id')!r}, expected the number of a document")
+        if doc_id in rows:
+            raise ValueError(f"document {doc_id} is there twice")
+        if len(rows) >= MAX_DOCUMENTS:
+            raise ValueError(f"expected at most {MAX_DOCUMENTS:,} documents, found more")
+        rows[doc_id] = (doc_hash(sample), [untrusted.number(sample.get(metric)) for metric in metrics])
+    keyed = sorted(
+        (key, values) for key, (_, values) in _numbered({doc_id: row[0] for doc_id, row in rows.items()}, rows)
+    )
+    found: dict[str, list[Any]] = {}
+    for place, metric in enumerate(metrics):
+        column = [values[place] for _, values in keyed]
+        values = sorted({value for value in column if value is not None})
+        if column and None not in column and len(values) <= len(ALPHABET):
+            code = {value: ALPHABET[number] for number, value in enumerate(values)}
+            found[metric] = [values, "".join(code[value] for value in column if value is not None)]
+    return Samples([key for key, _ in keyed], found, file, filter_name) if found else None
+
+
+def read_documents(samples: Iterable[Mapping[str, Any]], *, filter_name: str) -> list[Document]:
+    """Text and gold answer of each document, sorted by key; see `Document`."""
+    hashes: dict[int, str] = {}
+    rows: dict[int, tuple[str, str]] = {}
+    for sample in samples:
+        doc_id = untrusted.whole_number(sample.get("doc_id"))
+        if doc_id is not None and sample.get("filter", filter_name) == filter_name:
+            hashes[doc_id] = doc_hash(sample)
+            rows[doc_id] = (document_text(sample.get("doc")), untrusted.text(sample.get("target"), TARGET_CHARACTERS))
+    return sorted(
+        (Document(key, text, target) for key, (text, target) in _numbered(hashes, rows)),
+        key=lambda document: document.key,
+    )
+
+
+def _numbered(hashes: Mapping[int, str], rows: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Key and row of each document, in the order of doc_id, repetitions numbered."""
+    met: dict[str, int] = {}
+    for doc_id in sorted(rows):
+        digest = hashes[doc_id][:12]
+        met[digest] = met.get(digest, 0) + 1
+        yield (digest if met[digest] == 1 else f"{digest}#{met[digest]}"), rows[doc_id]
+
+
+def doc_hash(sample: Mapping[str, Any]) -> str:
+    """lm_eval's hash of a sample's document, made here where the file has none.
+
+    Raises:
+        ValueError: If the document is not there either.
+    """
+    given = sample.get("doc_hash")
+    if isinstance(given, str) and len(given) == 64 and all(digit in "0123456789abcdef" for digit in given):
+        return given
+    if sample.get("doc") is None:
+        raise ValueError(f"document {sample.get('doc_id')} has neither doc_hash nor doc")
+    made = json.dumps(sample["doc"], indent=2, ensure_ascii=False)
+    return hashlib.sha256(made.encode("utf-8", errors="replace")).hexdigest()
+
+
+def document_text(doc: Any) -> str:
+    """What to show of a document: its fields of a document that are text to read, or its longest one."""
+    if not isinstance(doc, dict):
+        return untrusted.text(doc, TEXT_CHARACTERS)
+    fields = [value for value in doc.values() if isinstance(value, str)]
+    texts = [value for value in fields if len(value) >= _SHORT_FIELD] or [max(fields, key=len, default="")]
+    return untrusted.text("\n".join(texts), TEXT_CHARACTERS)
