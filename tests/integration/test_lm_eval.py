@@ -33,7 +33,12 @@ from harness_ext.tasks.metrics import FLATNESS
 REAL_DATA = os.environ.get(DATA_VARIABLE)
 """Read before any world sets it."""
 
-SHIPPED = scaffold.read_datasets(resources.task_configs_folder())
+SHIPPED = {
+    name: config
+    for name, config in scaffold.read_datasets(resources.task_configs_folder()).items()
+    # Datasets of the lab say their classes themselves, and come with their models.
+    if config.classes
+}
 EVALUATORS = scaffold.evaluator_names(resources.task_configs_folder())
 TASKS = sorted(task for config in SHIPPED.values() for task in config.tasks)
 
