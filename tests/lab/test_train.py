@@ -281,7 +281,7 @@ def test_saved_folder_is_an_ordinary_model(
     config = TrainConfig(steps=3)
     record = save(tmp_path / "model", model, tokenizer, {"seed": 0, "algorithm": config})
     assert record == json.loads((tmp_path / "model" / "lab.json").read_text())
-    assert record["schema_version"] == 1
+    assert record["schema_version"] == 2
     assert record["algorithm"]["learning_rate"] == config.learning_rate
     assert record["versions"]["torch"]
     assert (tmp_path / "model" / "model.safetensors").is_file()
