@@ -1,4 +1,4 @@
-# make demo   trains a tiny model on a synthetic language and evaluates it; no network after the install
+# make demo   trains tiny models on a synthetic language and evaluates them; no network after the install
 # make test   the test suite
 # make lint   ruff and mypy
 # Each makes the virtual environment first, once, and again when pyproject.toml or constraints.txt change.
