@@ -51,6 +51,7 @@ def _demo(seed: int) -> Plan:
         levels=(0.06,),
         # Wide, since the loss still falls fast between two measurements.
         tolerance=0.02,
+        lookup=False,
         evaluate_every=20,
         documents=32_000,
         block_size=64,
