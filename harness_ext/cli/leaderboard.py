@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import gc
+import os
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness_ext.leaderboard.contracts import Board
+    from harness_ext.leaderboard.made import Made
 
 __all__ = ["add", "add_parser", "build", "changes", "compare"]
 
 RESULTS = Path("leaderboard/results")
+TABLES = Path("leaderboard")
 SITE = Path("leaderboard/site")
 README = Path("README.md")
 
@@ -42,19 +47,32 @@ def add_parser(subparsers: Any) -> None:
     making.add_argument(
         "results", nargs="?", type=Path, default=RESULTS, metavar="RESULTS_DIR", help=f"default: {RESULTS}"
     )
-    making.add_argument("--out", type=Path, default=SITE, metavar="FOLDER", help=f"default: {SITE}")
-    making.add_argument("--no-site", action="store_true", help="write the tables without the pages")
+    making.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"of the site and its downloads; nothing else is written then (default: {SITE})",
+    )
+    making.add_argument("--no-site", action="store_true", help="no pages; downloads only where --out is given")
+    making.add_argument(
+        "--tables",
+        type=Path,
+        metavar="FOLDER",
+        help="write CSV, Markdown and the plot there, to be committed with the results (default without --out, for the results "
+        f"in {RESULTS}: {TABLES})",
+    )
     making.add_argument(
         "--readme",
         type=Path,
         metavar="FILE",
-        help="put the Markdown tables between the markers <!-- leaderboard:begin --> and <!-- leaderboard:end --> of this file "
-        f"(default: {README}, if it is here and has them)",
+        help="put tables and plot between the markers <!-- leaderboard:begin --> and <!-- leaderboard:end --> of this file "
+        f"(default without --out, for the results in {RESULTS}: {README}, if it has them)",
     )
     making.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; show what would change, and exit with 1 if anything would",
+        help="write nothing; show what would change in --tables and --readme, and in --out if it is given, and exit with 1 if "
+        "anything would",
     )
     making.set_defaults(func=build)
     adding = actions.add_parser(
@@ -95,63 +113,126 @@ def build(args: argparse.Namespace) -> int:
     Raises:
         FileNotFoundError: If there is no folder of result files.
         ValueError: If --readme has no markers.
+        ImportError: If --tables are made without matplotlib.
     """
-    from harness_ext.leaderboard.export import markdown, spliced
+    with _board(args.results) as board:
+        return _build(board, args)
 
-    board = _board(args.results)
-    readme = args.readme or README
-    spliced_text = None
-    if args.readme is not None or (readme.is_file() and "<!-- leaderboard:begin -->" in readme.read_text("utf-8")):
-        spliced_text = spliced(readme.read_text("utf-8"), markdown(board), name=str(readme))
+
+def _build(board: Board, args: argparse.Namespace) -> int:
+    # Somewhere else means nowhere here.
+    is_default = args.results == RESULTS and args.out is None
+    tables: Path | None = args.tables or (TABLES if is_default else None)
+    readme: Path | None = args.readme
+    if readme is None and is_default and README.is_file() and "<!-- leaderboard:begin -->" in README.read_text("utf-8"):
+        readme = README
     if args.check:
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder)
-            _write(board, made, with_site=not args.no_site)
-            differences = list(_differences(args.out, made, all_files=not args.no_site))
-        if spliced_text is not None and spliced_text != readme.read_text("utf-8"):
-            differences.append(_text_difference(readme, readme.read_text("utf-8"), spliced_text))
-        if differences:
-            print("\n".join(differences[:_SHOWN_LINES]))
-            if len(differences) > _SHOWN_LINES:
-                print(f"… and {len(differences) - _SHOWN_LINES:,} more files")
-            print("The leaderboard is stale. Run: harness-ext leaderboard build", file=sys.stderr)
-            return 1
-        print(f"{args.out} is up to date.")
-        return 0
-    _write(board, args.out, with_site=not args.no_site)
-    if spliced_text is not None and spliced_text != readme.read_text("utf-8"):
-        readme.write_bytes(spliced_text.encode("utf-8"))
-    _report(board, args.out)
+        return _check(board, args, tables, readme)
+    site = args.out or (None if args.no_site else SITE)
+    plot = None
+    if site is not None:
+        from harness_ext.leaderboard.made import Made
+
+        made = Made.of(site, board.stamps)
+        _write(board, site, made, with_site=not args.no_site)
+        made.save()
+    if tables is not None:
+        from harness_ext.leaderboard.export import write_tables
+
+        plot = write_tables(board, tables)
+    if readme is not None:
+        old, new = _readme(board, readme, tables, plot)
+        if old != new:
+            readme.write_bytes(new.encode("utf-8"))
+    _report(board, [path for path in (site, tables, readme) if path is not None])
     return 0
 
 
-def _board(results: Path) -> Board:
+def _check(board: Board, args: argparse.Namespace, tables: Path | None, readme: Path | None) -> int:
+    differences: list[str] = []
+    compared: list[Path] = []
+    plot = None
+    with tempfile.TemporaryDirectory() as folder:
+        if tables is not None:
+            from harness_ext.leaderboard.export import TABLES as TABLE_FILES
+            from harness_ext.leaderboard.export import write_tables
+
+            made = Path(folder) / "tables"
+            plot = write_tables(board, made)
+            differences += _differences(tables, made, {name for name in TABLE_FILES if (tables / name).is_file()})
+            compared.append(tables)
+        if args.out is not None or not (tables or readme):
+            site, made = args.out or SITE, Path(folder) / "site"
+            _write(board, made, with_site=not args.no_site)
+            differences += _differences(site, made, set() if args.no_site else _files(site))
+            compared.append(site)
+    if readme is not None:
+        old, new = _readme(board, readme, tables, plot)
+        if old != new:
+            differences.append(_text_difference(readme, old, new))
+        compared.append(readme)
+    if not differences:
+        print(f"{' and '.join(map(str, compared))}: up to date.")
+        return 0
+    print("\n".join(differences[:_SHOWN_LINES]))
+    if len(differences) > _SHOWN_LINES:
+        print(f"… and {len(differences) - _SHOWN_LINES:,} more files")
+    # So that it can be typed.
+    options = [str(args.results)] if args.results != RESULTS else []
+    for name in ("tables", "readme", "out"):
+        if getattr(args, name) is not None:
+            options += [f"--{name}", str(getattr(args, name))]
+    options += ["--no-site"] if args.no_site or (args.out is None and compared != [SITE]) else []
+    print(
+        f"The leaderboard is stale. Run: {shlex.join(['harness-ext', 'leaderboard', 'build', *options])}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _readme(board: Board, readme: Path, tables: Path | None, plot: str | None) -> tuple[str, str]:
+    """The document as it is, and with the tables of the board; `plot` is the name of the one in `tables`."""
+    from harness_ext.leaderboard.markdown import readme as short
+    from harness_ext.leaderboard.markdown import spliced
+
+    more = None
+    if tables is not None:
+        beside = Path(os.path.relpath(tables, readme.parent)).as_posix()
+        more = f"{beside}/leaderboard.md"
+        plot = f"{beside}/{plot}" if plot is not None else None
+    old = readme.read_text("utf-8")
+    return old, spliced(old, short(board, plot=plot, more=more), name=str(readme))
+
+
+@contextlib.contextmanager
+def _board(results: Path) -> Iterator[Board]:
+    """The board, with its cache open: scores have their details read when they are first asked for."""
     from harness_ext.leaderboard.build import build_board, open_cache
 
     # A board is millions of small objects and no cycles; looking for cycles in them would take a third of the time.
     gc.disable()
     cache = open_cache(results)
     try:
-        return build_board(results, cache)
+        yield build_board(results, cache)
     finally:
         cache.close()
 
 
-def _write(board: Board, folder: Path, *, with_site: bool) -> None:
+def _write(board: Board, folder: Path, made: Made | None = None, *, with_site: bool) -> None:
     from harness_ext.leaderboard.export import EXPORTS, write_exports
 
     if with_site:
         from harness_ext.leaderboard.site import write_site
 
-        write_site(board, folder, downloads=EXPORTS)
-    write_exports(board, folder)
+        write_site(board, folder, downloads=EXPORTS, made=made)
+    write_exports(board, folder, made)
 
 
-def _report(board: Board, folder: Path) -> None:
+def _report(board: Board, written: Sequence[Path]) -> None:
     limited = f", {len(board.limited):,} more of limited runs" if board.limited else ""
     print(
         f"{board.num_files:,} result files: {len(board.models):,} models, {len(board.columns):,} tasks, "
-        f"{len(board.scores):,} scores{limited}. Written to {folder}."
+        f"{len(board.scores):,} scores{limited}. Written: {', '.join(map(str, written))}."
     )
     for entry in board.unreadable[:_SHOWN_LINES]:
         print(f"  {entry.source}: {entry.reason}", file=sys.stderr)
@@ -161,11 +242,11 @@ def _report(board: Board, folder: Path) -> None:
         print("`harness-ext leaderboard add RESULT.json` adds a result file.")
 
 
-def _differences(old: Path, new: Path, *, all_files: bool) -> Iterator[str]:
-    """One text for each file that differs; without `all_files`, of those that were made only."""
-    before, after = _files(old), _files(new)
-    for name in sorted(after if not all_files else before | after):
-        if name not in before:
+def _differences(old: Path, new: Path, before: Set[str]) -> Iterator[str]:
+    """One text for each file that differs, of those that were made and those that were there `before`."""
+    after = _files(new)
+    for name in sorted(before | after):
+        if not (old / name).is_file():
             yield f"{old / name}: is missing"
         elif name not in after:
             yield f"{old / name}: is no longer made"
@@ -185,6 +266,10 @@ def _files(folder: Path) -> set[str]:
 def _same(first: Path, second: Path) -> bool:
     if first.read_bytes() == second.read_bytes():
         return True
+    if first.suffix == ".svg":
+        from harness_ext.leaderboard.plot import same_plot
+
+        return same_plot(first.read_bytes(), second.read_bytes())
     if first.suffix != ".parquet":
         return False
     # Parquet names the version of the library that wrote it; the table counts.
@@ -235,11 +320,15 @@ def compare(args: argparse.Namespace) -> int:
         KeyError: If there is no such model, or several rows have the name.
         ValueError: If they have no task in common.
     """
+    with _board(args.results) as board:
+        return _compare(board, args)
+
+
+def _compare(board: Board, args: argparse.Namespace) -> int:
     import numpy as np
 
     from harness_ext.leaderboard.compare import compare_vectors
 
-    board = _board(args.results)
     first, second = _model_id(board, args.first), _model_id(board, args.second)
     shared = 0
     for column in board.columns:
@@ -293,7 +382,8 @@ def changes(args: argparse.Namespace) -> int:
     """
     from harness_ext.leaderboard.changes import changes as differences
 
-    text = differences(_board(args.old), _board(args.new))
+    with _board(args.old) as old, _board(args.new) as new:
+        text = differences(old, new)
     if args.out is None:
         print(text, end="")
     else:

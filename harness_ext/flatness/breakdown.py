@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from harness_ext.parameter_names import NO_LAYER, place_of
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLUMNS", "Breakdown", "Part", "draw", "place_of", "read_breakdowns", "table_lines"]
+__all__ = ["COLUMNS", "Breakdown", "Part", "draw", "read_breakdowns", "table_lines"]
 
 COLUMNS = ("fisher_trace", "fisher_trace_scaled")
 """What results have by parameter."""
-
-NO_LAYER = -1
-"""Layer of what belongs to none: embeddings, the last norm, an untied head."""
 
 
 class Part(NamedTuple):
@@ -67,21 +66,6 @@ class Breakdown(NamedTuple):
             )
             for key, members in groups.items()
         }
-
-
-def place_of(parameter: str) -> tuple[int, str]:
-    """Return layer and kind of a parameter's name: (3, "mlp.c_fc") for `transformer.h.3.mlp.c_fc.weight`.
-
-    The first number in a name is the layer's; what stands before it is the list of layers, and the last part is weight, bias or
-    the like. Experts of a mixture are one kind.
-    """
-    parts = parameter.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    if not numbers:
-        return NO_LAYER, parts[-2] if len(parts) > 1 else parts[0]
-    inside = parts[numbers[0] + 1 :]
-    kind = ".".join(part for part in inside[:-1] if not part.isdigit()) or inside[-1]
-    return int(parts[numbers[0]]), kind
 
 
 def read_breakdowns(path: Path) -> list[Breakdown]:

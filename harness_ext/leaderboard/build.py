@@ -17,11 +17,11 @@ from typing import Any
 
 from harness_ext import __version__
 from harness_ext.leaderboard import compare, records, samples, untrusted
-from harness_ext.leaderboard.cache import Cache, cache_folder
+from harness_ext.leaderboard.cache import Cache, Kept, cache_folder
 from harness_ext.leaderboard.contracts import Board, Coefficient, Document, Unreadable
 from harness_ext.leaderboard.read import lab_of, read_results
-from harness_ext.leaderboard.records import ColumnRecord, FileRecord
-from harness_ext.leaderboard.rows import Rows, Source, make_rows
+from harness_ext.leaderboard.records import ColumnRecord, FileRecord, ModelRecord
+from harness_ext.leaderboard.rows import Head, Rows, Source, head_of, make_rows
 
 __all__ = ["MOST_DOCUMENTS", "Found", "build_board", "find_results", "open_cache"]
 
@@ -30,6 +30,15 @@ MOST_DOCUMENTS = 400
 
 _MOST_TEXT = 300_000
 """Characters of them all."""
+
+_PURE = ("correlation", "loss_groups", "parameter_names")
+"""Modules beside this package that it computes with."""
+
+_HEADS = "heads"
+"""Name in the cache of models, and of [stamp, digest, place of its model, tasks, problems] by file; see `rows.Head`."""
+
+_LAB_FILES = ("lab.json", "plan.json", "groups.json")
+"""What the lab writes beside the results of its models; lm_eval never writes files of these names."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Found:
 
 
 def find_results(root: Path) -> tuple[list[Found], list[Unreadable]]:
-    """Find every `.json` below a folder, but for lab.json, in the order of their paths; links are listed and not followed.
+    """Find every `.json` below a folder, but for the lab's own, in the order of their paths; links are listed and not followed.
 
     Raises:
         FileNotFoundError: If there is no such folder.
@@ -76,24 +85,26 @@ def _walk(folder: Path, root: Path, lab: os.DirEntry[str] | None) -> Iterator[Fo
     for name, entry in files.items():
         if name.startswith("samples_") and name.endswith(".jsonl"):
             of_date.setdefault(name.removesuffix(".jsonl").rpartition("_")[2], []).append(entry)
+    above = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     for entry in entries:
-        path = Path(entry.path)
-        shown = untrusted.name(path.relative_to(root).as_posix(), 500)
-        if entry.is_symlink():
-            if entry.name.endswith(".json"):
+        name = entry.name
+        shown = untrusted.name(f"{above}{name}", 500)
+        if name in files:
+            if name.endswith(".json") and not _is_lab_file(name):
+                stem = name.removesuffix(".json")
+                own = files.get(f"{stem}.lab.json", lab)
+                read = [entry, *of_date.get(stem.rpartition("_")[2], ()), *([own] if own is not None else ())]
+                stamp = repr([(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in read])
+                yield Found(folder / name, shown, None if own is None else Path(own.path), stamp)
+        elif entry.is_symlink():
+            if name.endswith(".json"):
                 yield Unreadable(shown, "is a link; links are not followed")
         elif entry.is_dir():
-            yield from _walk(path, root, lab)
-        elif entry.name in files and entry.name.endswith(".json") and not _is_lab_file(entry.name):
-            own = files.get(f"{path.stem}.lab.json", lab)
-            beside = of_date.get(path.stem.rpartition("_")[2], [])
-            read = [entry, *beside, *([own] if own is not None else [])]
-            stamp = json.dumps([[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in read])
-            yield Found(path, shown, None if own is None else Path(own.path), stamp)
+            yield from _walk(Path(entry.path), root, lab)
 
 
 def _is_lab_file(name: str) -> bool:
-    return name == "lab.json" or name.endswith(".lab.json")
+    return name in _LAB_FILES or name.endswith(".lab.json")
 
 
 def open_cache(root: Path) -> Cache:
@@ -108,8 +119,8 @@ def _version_of_code() -> str:
     """Changes whenever the code does of which the cache keeps results."""
     made = hashlib.sha256(f"{__version__}, {records.FORMAT}".encode())
     folder = Path(__file__).parent
-    for name in ("read", "records", "samples", "untrusted", "compare", "../correlation"):
-        made.update((folder / f"{name}.py").read_bytes())
+    for path in (*sorted(folder.glob("*.py")), *(folder.parent / f"{name}.py" for name in _PURE)):
+        made.update(path.read_bytes())
     return made.hexdigest()
 
 
@@ -127,19 +138,20 @@ def build_board(root: Path, cache: Cache) -> Board:
     read = _Reading(cache)
     sources: list[Source] = []
     for file in files:
-        record = read.record(file)
-        if isinstance(record, str):
-            refused.append(Unreadable(file.name, record))
+        source = read.source(file)
+        if isinstance(source, str):
+            refused.append(Unreadable(file.name, source))
         else:
-            sources.append(Source(file.name, record))
-            refused += [Unreadable(file.name, problem) for problem in record.problems]
-    rows = make_rows(sources)
+            sources.append(source)
+            refused += [Unreadable(file.name, problem) for problem in read.problems(file)]
+    rows = read.rows(sources)
     documents = {
         column: tuple(read.documents(rows, column, {file.name: file for file in files})) for column in rows.vectors
     }
     groups = compare.groups_of_loss(rows.losses)
+    main = compare.main_values(rows.columns, rows.scores)
     correlations = compare.correlations(
-        rows.columns, rows.scores, rows.losses, rows.flatness, groups, remembered=read.coefficients
+        rows.columns, rows.scores, rows.losses, rows.flatness, groups, remembered=read.coefficients, main=main
     )
     read.save()
     return Board(
@@ -154,9 +166,10 @@ def build_board(root: Path, cache: Cache) -> Board:
         documents=documents,
         groups=groups,
         correlations=correlations,
-        aggregates=compare.aggregates(rows.columns, rows.scores),
+        aggregates=compare.aggregates(rows.columns, rows.scores, main=main),
         unreadable=tuple(sorted(refused, key=lambda entry: (entry.source, entry.reason))),
         num_files=len(sources),
+        stamps={name: f"{stamp} {_version_of_code()}" for name, stamp in rows.stamps.items()},
     )
 
 
@@ -164,36 +177,69 @@ class _Reading:
     """Reads files, or takes what the cache has of them."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._known = cache.all()
-        self._changed: dict[str, tuple[str, str]] = {}
-        self._used: set[str] = set()
+        self._kept = Kept(cache)
         self._columns: dict[str, ColumnRecord] = {}
-        for name, (stamp, text) in self._known.items():
-            if name.startswith("column:"):
-                self._columns[stamp] = ColumnRecord(**json.loads(text))
+        text = self._kept.take(_HEADS, "")
+        models, self._known_heads = ([], {}) if text is None else json.loads(text)
+        # Files of one model share it, so that it is made and compared once.
+        self._known_models = [ModelRecord(**model) for model in models]
+        self._heads: dict[str, list[Any]] = {}
+        self._models: dict[int, int] = {}
+        self._model_records: list[ModelRecord] = []
 
-    def _take(self, name: str, stamp: str) -> str | None:
-        self._used.add(name)
-        known = self._known.get(name)
-        return known[1] if known is not None and known[0] == stamp else None
+    def source(self, file: Found) -> Source | str:
+        """A file as a source, whose record is read when it is first asked for; or why there is none."""
+        self._kept.use(f"file:{file.name}")
+        known = self._known_heads.get(file.name)
+        if known is None or known[0] != file.stamp:
+            record = self._record(file)
+            if isinstance(record, str):
+                return record
+            head = head_of(record)
+            place = self._place_of(head.model)
+            self._heads[file.name] = [
+                file.stamp,
+                head.digest,
+                place,
+                list(map(list, head.tasks)),
+                list(record.problems),
+            ]
+            return Source(file.name, record, head=head, stamp=file.stamp)
+        _, digest, place, tasks, problems = known
+        model = self._known_models[place]
+        self._heads[file.name] = [file.stamp, digest, self._place_of(model), tasks, problems]
+        for column, _, _ in tasks:
+            self._kept.use(f"column:{column}")
+        head = Head(digest, model, tasks)
+        return Source(file.name, lambda: self._again(file), head=head, stamp=file.stamp)
 
-    def _keep(self, name: str, stamp: str, value: Any) -> None:
-        self._used.add(name)
-        self._changed[name] = (stamp, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+    def _place_of(self, model: ModelRecord) -> int:
+        place = self._models.setdefault(id(model), len(self._model_records))
+        if place == len(self._model_records):
+            self._model_records.append(model)
+        return place
 
-    def record(self, file: Found) -> FileRecord | str:
+    def problems(self, file: Found) -> Sequence[str]:
+        """What could not be used of a file that could."""
+        return self._heads[file.name][4]
+
+    def _again(self, file: Found) -> FileRecord:
+        record = self._record(file)
+        if isinstance(record, str):
+            raise ValueError(f"{file.path}: has changed while the leaderboard was built ({record}); build it again")
+        return record
+
+    def _record(self, file: Found) -> FileRecord | str:
         """The record of a file, or why there is none."""
         name = f"file:{file.name}"
-        text = self._take(name, file.stamp)
+        text = self._kept.take(name, file.stamp)
         if text is not None:
             found = json.loads(text)
             if isinstance(found, str):
                 return found
-            if all(task["column"] in self._columns for task in found["tasks"]):
-                for task in found["tasks"]:
-                    self._used.add(f"column:{task['column']}")
-                return records.from_json(found, self._columns)
+            columns = {task["column"]: self._column(task["column"]) for task in found["tasks"]}
+            if None not in columns.values():
+                return records.from_json(found, columns)  # type: ignore[arg-type]
         try:
             lab = None if file.lab is None else lab_of(file.lab)
             record = read_results(file.path, lab=lab)
@@ -205,12 +251,25 @@ class _Reading:
             return untrusted.name(f"cannot be read: {err.strerror or err}", 600)
         self._keep(name, file.stamp, records.to_json(record))
         for task in record.tasks:
-            column = task.column
-            if column.id not in self._columns:
-                self._columns[column.id] = column
-                self._keep(f"column:{column.id}", column.id, column.fields())
-            self._used.add(f"column:{column.id}")
+            if self._column(task.column.id) is None:
+                self._columns[task.column.id] = task.column
+                self._keep(f"column:{task.column.id}", task.column.id, task.column.fields())
         return record
+
+    def _column(self, identifier: str) -> ColumnRecord | None:
+        if identifier not in self._columns:
+            text = self._kept.take(f"column:{identifier}", identifier)
+            if text is None:
+                return None
+            self._columns[identifier] = ColumnRecord(**json.loads(text))
+        return self._columns[identifier]
+
+    def _keep(self, name: str, stamp: str, value: Any) -> None:
+        self._kept.keep(name, stamp, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+    def rows(self, sources: Iterable[Source]) -> Rows:
+        """Join sources, of what has changed."""
+        return make_rows(sources, memory=self._kept)
 
     def documents(self, rows: Rows, column: str, files: dict[str, Found]) -> Iterable[Document]:
         """Texts of the documents on which models disagree, from as few samples files as have them all."""
@@ -232,7 +291,7 @@ class _Reading:
     def _texts(self, file: Found, name: str, filter_name: str) -> Sequence[Document]:
         path = file.path.with_name(name)
         cached = f"texts:{file.name}:{name}:{filter_name}"
-        text = self._take(cached, file.stamp)
+        text = self._kept.take(cached, file.stamp)
         if text is not None:
             return [Document(*entry) for entry in json.loads(text)]
         found = samples.read_documents(samples.samples_lines(path), filter_name=filter_name)
@@ -241,17 +300,19 @@ class _Reading:
 
     def coefficients(self, made: str, make: Callable[[], Sequence[Coefficient]]) -> Sequence[Coefficient]:
         """Coefficients of what a text says is correlated; the bootstrap takes longer than all the rest of a build."""
-        name = f"correlation:{hashlib.sha256(made.encode()).hexdigest()}"
-        text = self._take(name, made)
+        digest = hashlib.sha256(made.encode()).hexdigest()
+        text = self._kept.take(f"correlation:{digest}", digest)
         if text is not None:
             return [Coefficient(*entry) for entry in json.loads(text)]
         found = make()
-        self._keep(name, made, [list(vars(entry).values()) for entry in found])
+        self._keep(f"correlation:{digest}", digest, [list(vars(entry).values()) for entry in found])
         return found
 
     def save(self) -> None:
         """Keep what is new, forget what was not asked for."""
-        self._cache.update(self._changed, [name for name in self._known if name not in self._used])
+        if self._heads != self._known_heads:
+            self._keep(_HEADS, "", [[vars(model) for model in self._model_records], self._heads])
+        self._kept.save()
 
 
 def _bounded(documents: Iterable[Document]) -> Iterator[Document]:

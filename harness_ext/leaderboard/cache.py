@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["Cache", "cache_folder"]
+__all__ = ["Cache", "Kept", "cache_folder"]
 
 
 def cache_folder() -> Path | None:
@@ -67,22 +67,30 @@ class Cache:
             self._connection = None
 
     def _checksum(self, name: str, stamp: str, text: str) -> bytes:
-        parts = json.dumps([self._version, name, stamp]) + text
-        return hashlib.blake2b(parts.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+        made = hashlib.blake2b(json.dumps([self._version, name, stamp]).encode(), digest_size=16)
+        made.update(text.encode("utf-8", errors="surrogatepass"))
+        return made.digest()
 
-    def all(self) -> dict[str, tuple[str, str]]:
-        """Stamp and text by name, of those whose checksum is right."""
+    def get(self, name: str) -> tuple[str, str] | None:
+        """Stamp and text of a name; None if there is none whose checksum is right."""
         if self._connection is None:
-            return {}
+            return None
         try:
-            rows = self._connection.execute("SELECT name, stamp, checksum, text FROM texts").fetchall()
+            row = self._connection.execute("SELECT stamp, checksum, text FROM texts WHERE name = ?", (name,)).fetchone()
         except sqlite3.Error:
-            return {}
-        return {
-            name: (stamp, text)
-            for name, stamp, checksum, text in rows
-            if isinstance(text, str) and checksum == self._checksum(name, stamp, text)
-        }
+            return None
+        if row is None or not isinstance(row[2], str) or row[1] != self._checksum(name, row[0], row[2]):
+            return None
+        return row[0], row[2]
+
+    def names(self) -> list[str]:
+        """All names."""
+        if self._connection is None:
+            return []
+        try:
+            return [name for (name,) in self._connection.execute("SELECT name FROM texts")]
+        except sqlite3.Error:
+            return []
 
     def update(self, changed: Mapping[str, tuple[str, str]], forgotten: Iterable[str]) -> None:
         """Keep stamp and text by name, and forget names. A failure, such as a full disk, loses the update only."""
@@ -92,3 +100,36 @@ class Cache:
         with contextlib.suppress(sqlite3.Error), self._connection:
             self._connection.executemany("DELETE FROM texts WHERE name = ?", [(name,) for name in forgotten])
             self._connection.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?)", rows)
+
+
+class Kept:
+    """Texts of a cache that a build asks for, and those that it makes; what it neither asked for nor made is forgotten.
+
+    Args:
+        cache: Where they are.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._changed: dict[str, tuple[str, str]] = {}
+        self._used: set[str] = set()
+
+    def use(self, name: str) -> None:
+        """Do not forget a name, though nothing asks for it."""
+        self._used.add(name)
+
+    def take(self, name: str, stamp: str) -> str | None:
+        """The text of a name; None if there is none of this stamp."""
+        self._used.add(name)
+        known = self._changed.get(name) or self._cache.get(name)
+        return known[1] if known is not None and known[0] == stamp else None
+
+    def keep(self, name: str, stamp: str, text: str) -> None:
+        """Keep a text, from `save` on."""
+        self._used.add(name)
+        self._changed[name] = (stamp, text)
+
+    def save(self) -> None:
+        """Write what is new, and forget what was not used."""
+        self._cache.update(self._changed, [name for name in self._cache.names() if name not in self._used])
+        self._changed = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from harness_ext.leaderboard.contracts import Board, Column, Metric, Model, Score
-from harness_ext.leaderboard.export import cell_text
+from harness_ext.leaderboard.contracts import Board, Column, Model, Score
+from harness_ext.leaderboard.markdown import cell_text, with_error
 
 __all__ = ["changes"]
 
@@ -79,10 +79,7 @@ def _line(
 
 
 def _value(score: Score, column: Column) -> str:
-    metric = score.metrics.get(column.metric, Metric(None, None))
-    if metric.value is None:
-        return "blank"
-    return f"{metric.value:.4g}" + (f" ± {metric.stderr:.1g}" if metric.stderr else "")
+    return with_error(score.metric(column.metric)) or "blank"
 
 
 def _table(heading: str, lines: Iterable[tuple[str, ...]]) -> str:

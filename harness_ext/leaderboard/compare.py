@@ -24,6 +24,7 @@ from harness_ext.leaderboard.contracts import (
     Flatness,
     Loss,
     LossGroup,
+    Metric,
     Score,
     Vector,
 )
@@ -44,10 +45,13 @@ __all__ = [
     "correlations",
     "disagreements",
     "groups_of_loss",
+    "main_text",
+    "main_values",
+    "parts_of",
 ]
 
-TOLERANCES = {"bits_per_byte": 0.01, "nats_per_token": 0.01}
-"""Default tolerance of loss groups, by measure."""
+TOLERANCES = {"bits_per_byte": 0.01, "nats_per_token": 0.005}
+"""Default tolerance of loss groups, by measure; nats per token are those of the lab, which matches to the same tolerance."""
 
 FEWEST_MODELS = 4
 """Of a correlation: a partial one needs four."""
@@ -165,6 +169,15 @@ def groups_of_loss(losses: Iterable[Loss], tolerances: Mapping[str, float] = TOL
     return tuple(groups)
 
 
+def main_text(losses: Iterable[Loss]) -> str | None:
+    """The text of which most models have a loss, of full runs; ties go to the first in the order of texts.
+
+    The exact excess loss of lab models, which resolves more than a sample of text, comes first if at least 3/4 as many have it.
+    """
+    counts = {text: len(of_text) for text, of_text in sorted(_by_text(losses).items())}
+    return max(counts, key=lambda text: counts[text] * (4 if text.startswith("excess/") else 3), default=None)
+
+
 def _by_text(losses: Iterable[Loss]) -> dict[str, list[Loss]]:
     """Losses of full runs by text, one for each model, in the order given."""
     found: dict[str, dict[str, Loss]] = {}
@@ -185,6 +198,7 @@ def correlations(
     groups: Iterable[LossGroup],
     *,
     remembered: Callable[[str, Callable[[], Sequence[Coefficient]]], Sequence[Coefficient]] = lambda _, make: make(),
+    main: Mapping[str, Mapping[str, Metric]] | None = None,
 ) -> tuple[Correlation, ...]:
     """Correlate loss and flatness with each downstream column, over the models that have all three, of full runs.
 
@@ -195,8 +209,9 @@ def correlations(
         flatness: Likewise.
         groups: From `groups_of_loss`.
         remembered: Of a text that says what is correlated, and a function that makes the four coefficients, returns them.
+        main: `main_values` of columns and scores, if they are known.
     """
-    main = _values(columns, scores)
+    main = main_values(columns, scores) if main is None else main
     downstream = [
         column for column in columns if column.kind in DOWNSTREAM and len(main.get(column.id, ())) >= FEWEST_MODELS
     ]
@@ -224,7 +239,7 @@ def correlations(
                             models,
                             np.array([loss[model] for model in models], dtype=np.float64),
                             np.array([traces[model] for model in models]),
-                            np.array([accuracy[model] for model in models]),
+                            np.array([_value(accuracy[model]) for model in models]),
                             # A model in no group is alone.
                             [group_of.get((text, model), -1 - place) for place, model in enumerate(models)],
                         )
@@ -232,14 +247,14 @@ def correlations(
     return tuple(result)
 
 
-def _values(columns: Iterable[Column], scores: Iterable[Score]) -> dict[str, dict[str, float]]:
-    """Value of the main metric by column and model, of full runs."""
+def main_values(columns: Iterable[Column], scores: Iterable[Score]) -> dict[str, dict[str, Metric]]:
+    """The main metric by column and model, of full runs, where it has a value."""
     metric = {column.id: column.metric for column in columns}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Metric]] = {}
     for score in scores:
-        shown = score.metrics.get(metric[score.column])
-        if score.limit is None and shown is not None and shown.value is not None:
-            found.setdefault(score.column, {})[score.model] = shown.value
+        shown = score.metric(metric[score.column])
+        if score.limit is None and shown.value is not None:
+            found.setdefault(score.column, {})[score.model] = shown
     return found
 
 
@@ -288,43 +303,90 @@ def _coefficient(found: correlation.Correlation) -> Coefficient:
 # ---------------------------------------------------------------------------------------------------------- aggregates
 
 
-def aggregates(columns: Sequence[Column], scores: Iterable[Score]) -> tuple[Aggregate, ...]:
-    """Aggregate over the columns of each kind that have full runs; see `contracts.Aggregate`."""
-    main = _values(columns, scores)
-    by_kind: dict[str, list[Column]] = {}
+def parts_of(scores: Iterable[Score]) -> dict[str, int]:
+    """Number the parts of a board: models of one part are joined by columns that they share, directly or through others.
+
+    Args:
+        scores: Of full runs; numbers follow their order.
+
+    Returns:
+        The part of each model and of each column, by id.
+    """
+    parent: dict[str, str] = {}
+
+    def root(identifier: str) -> str:
+        while (above := parent.setdefault(identifier, identifier)) != identifier:
+            parent[identifier] = identifier = parent[above]
+        return identifier
+
+    for score in scores:
+        if parent.get(score.model, score.model) != parent.get(score.column, score.column):
+            model, column = root(score.model), root(score.column)
+            parent[column] = model
+    number: dict[str, int] = {}
+    return {identifier: number.setdefault(root(identifier), len(number)) for identifier in list(parent)}
+
+
+def aggregates(
+    columns: Sequence[Column], scores: Sequence[Score], *, main: Mapping[str, Mapping[str, Metric]] | None = None
+) -> tuple[Aggregate, ...]:
+    """Aggregate over the columns of each kind that have full runs; see `contracts.Aggregate`.
+
+    Args:
+        columns: Of the board.
+        scores: Likewise.
+        main: `main_values` of both, if they are known.
+    """
+    main = main_values(columns, scores) if main is None else main
+    part = parts_of(scores)
+    by_kind: dict[tuple[str, int], list[Column]] = {}
     for column in columns:
         # A group is the mean of its tasks, which count themselves.
         if column.kind in DOWNSTREAM and column.bounded and "group" not in column.settings and main.get(column.id):
-            by_kind.setdefault(f"{column.kind}, chat" if column.chat else column.kind, []).append(column)
+            kind = f"{column.kind}, chat" if column.chat else column.kind
+            by_kind.setdefault((kind, part[column.id]), []).append(column)
     result = []
-    for kind, of_kind in by_kind.items():
+    for (kind, _), of_kind in by_kind.items():
         present: dict[str, int] = {}
         for column in of_kind:
             for model in main[column.id]:
                 present[model] = present.get(model, 0) + 1
         complete = sorted(model for model, count in present.items() if count == len(of_kind))
-        numbers: dict[str, tuple[float, float | None, float | None, float]] = {}
+        ranked: dict[str, tuple[float | None, float]] = {}
         if complete:
-            table = np.array([[main[column.id][model] for column in of_kind] for model in complete])
+            columns_of = [[_value(main[column.id][model]) for model in complete] for column in of_kind]
+            table = np.array(columns_of).T
             higher = [column.higher_is_better[column.metric] for column in of_kind]
             rates, points = win_rates(table, higher), borda(table, higher)
             for place, model in enumerate(complete):
-                numbers[model] = (
-                    float(table[place].mean()),
-                    _mean_normalised(of_kind, table[place]),
-                    float(rates[place]) if len(complete) > 1 else None,
-                    float(points[place]),
-                )
+                ranked[model] = (float(rates[place]) if len(complete) > 1 else None, float(points[place]))
         for model in sorted(present):
-            of_model = numbers.get(model, (None, None, None, None))
-            result.append(Aggregate(model, kind, present[model], len(of_kind), *of_model))
+            numbers: list[float | None]
+            if model in ranked:
+                of_model = [main[column.id][model] for column in of_kind]
+                mean = sum(map(_value, of_model)) / len(of_model)
+                numbers = [mean, *_mean_normalised(of_kind, of_model), *ranked[model]]
+            else:
+                numbers = [None] * 5
+            result.append(Aggregate(model, kind, present[model], len(of_kind), *numbers))
     return tuple(result)
 
 
-def _mean_normalised(columns: Sequence[Column], values: Sequence[float] | np.ndarray) -> float | None:
-    found = []
-    for column, value in zip(columns, values, strict=True):
+def _value(metric: Metric) -> float:
+    assert metric.value is not None
+    return metric.value
+
+
+def _mean_normalised(columns: Sequence[Column], metrics: Sequence[Metric]) -> tuple[float | None, float | None]:
+    """The mean and its standard error."""
+    total, variance = 0.0, 0.0
+    is_known = True
+    for column, metric in zip(columns, metrics, strict=True):
         if column.chance is None or not column.higher_is_better[column.metric]:
-            return None
-        found.append(normalised(float(value), column.chance))
-    return sum(found) / len(found)
+            return None, None
+        total += normalised(_value(metric), column.chance)
+        if metric.stderr is None:
+            is_known = False
+        else:
+            variance += (metric.stderr / (1 - column.chance)) ** 2
+    return total / len(columns), math.sqrt(variance) / len(columns) if is_known else None

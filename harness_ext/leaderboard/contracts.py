@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -73,6 +73,9 @@ class Metric(NamedTuple):
     stderr: float | None
 
 
+_BLANK = Metric(None, None)
+
+
 @dataclass(frozen=True)
 class Lab:
     """How a model of the lab was made: its lab.json.
@@ -118,7 +121,7 @@ class Model:
         chat_template: First 12 digits of the template's hash, "applied" if a template of unknown text was used, or None.
         system_instruction: First 12 digits of its hash, or None.
         model_args: The other arguments that change results (peft, quantisation, max_length, …), sorted by name.
-        family: For filtering; guessed from the name (`family_of` in `rows`), or the language of a lab model.
+        family: For filtering; guessed from the name (`family_of` in `rows`), or the training run of a lab model.
         num_parameters: None if the file does not say.
         lab: None for models that are not the lab's.
     """
@@ -261,6 +264,9 @@ class Score:
         conflict: Whether runs of this same configuration found different numbers. All are in `runs`.
         notes: Warnings for a reader, such as "22 of 22 documents tied".
         prompts: What each prompt gave.
+
+    A score that a build takes from an earlier one (`later`) has its details, which are all that is long, read when they are
+    first asked for. It is equal to the one that has them.
     """
 
     model: str
@@ -271,8 +277,58 @@ class Score:
     limit: str | None
     runs: tuple[Run, ...]
     conflict: bool = False
-    notes: tuple[str, ...] = ()
-    prompts: tuple[PromptResult, ...] = ()
+    # By factories, as a default would be an attribute of the class, and found before `__getattr__` is asked.
+    notes: tuple[str, ...] = field(default_factory=tuple)
+    prompts: tuple[PromptResult, ...] = field(default_factory=tuple)
+
+    @classmethod
+    def later(cls, brief: Mapping[str, Any], load: Callable[[Score], Score]) -> Score:
+        """A score without its details.
+
+        Args:
+            brief: Attributes by name: all but metrics, runs, notes and prompts; and `num_runs`, `has_notes`, `source`,
+                `lm_eval_version` and `shown`, a pair of the column's metric and its value.
+            load: Makes the whole score.
+        """
+        made = object.__new__(cls)
+        made.__dict__.update(brief)
+        made.__dict__["_load"] = load
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DETAILS and "_load" in self.__dict__:
+            whole = self.__dict__.pop("_load")(self)
+            self.__dict__.update({detail: getattr(whole, detail) for detail in _DETAILS})
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def metric(self, name: str) -> Metric:
+        """A metric; blank where the score does not have it."""
+        shown = self.__dict__.get("shown")
+        if shown is not None and shown[0] == name:
+            return shown[1]
+        return self.metrics.get(name, _BLANK)
+
+    @functools.cached_property
+    def num_runs(self) -> int:
+        return len(self.runs)
+
+    @functools.cached_property
+    def has_notes(self) -> bool:
+        return bool(self.notes)
+
+    @functools.cached_property
+    def source(self) -> str:
+        """Of the run that counts."""
+        return self.runs[0].source
+
+    @functools.cached_property
+    def lm_eval_version(self) -> str | None:
+        """Of the run that counts."""
+        return self.runs[0].versions.get("lm_eval")
+
+
+_DETAILS = ("metrics", "runs", "notes", "prompts")
 
 
 @dataclass(frozen=True)
@@ -286,7 +342,8 @@ class Loss:
         text_label: For people, such as "Salesforce/wikitext wikitext-2-v1 test".
         bits_per_byte: The loss axis.
         nats_per_token: Compares within one `tokenizer` only.
-        tokenizer: What is known of the tokenizer, hashed: its special tokens and into how many tokens it cuts the text.
+        tokenizer: 12 digits of the hash of the text's tokens; in older files, of what they say of the tokenizer: its special
+            tokens and into how many tokens it cuts the text.
         limit: As in `Score`.
         num_tokens: Scored; None if unknown.
     """
@@ -437,9 +494,10 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A model over all columns of one kind that have full runs.
+    """A model over all columns of one kind that have full runs, of those of its part of the board.
 
-    Rows that lack a column have no numbers, as a mean over other tasks would not compare; `present` of `total` says so.
+    Rows that lack a column have no numbers, as a mean over other tasks would not compare; `present` of `total` says so. Models
+    that no column joins, directly or through other models, are in different parts: what neither has run, neither lacks.
 
     Attributes:
         model: Its id.
@@ -447,6 +505,7 @@ class Aggregate:
         present, total: Columns that the model has, and that there are.
         mean: Of the main metrics.
         normalised: Mean of (value - chance) / (1 - chance); None where a column's chance is unknown.
+        stderr: Of `normalised`, with columns taken as independent; None where a column's is unknown.
         win_rate: Mean over columns of the share of other complete models that this one beats, a tie counting half.
         borda: Sum over columns of the number of complete models that it beats, a tie counting half.
     """
@@ -457,6 +516,7 @@ class Aggregate:
     total: int
     mean: float | None
     normalised: float | None
+    stderr: float | None
     win_rate: float | None
     borda: float | None
 
@@ -491,6 +551,9 @@ class Board:
         vectors: By column.
         documents: By column, of bounded size.
         groups, correlations, aggregates: Of full runs.
+        stamps: By data file, such as "models/<id>", and "rows/<column id>" for the lines of a column in tables: a text that
+            changes whenever the content does, so that what was written from the same board need not be made again. No part of
+            what a board says; empty if it is not known.
         unreadable: Files with their reasons, sorted.
         num_files: Result files read.
     """
@@ -509,6 +572,7 @@ class Board:
     aggregates: tuple[Aggregate, ...] = ()
     unreadable: tuple[Unreadable, ...] = ()
     num_files: int = 0
+    stamps: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def hidden(self) -> Hidden:
@@ -635,7 +699,8 @@ def plain(value: Any) -> Any:
 
 def _plain_score(score: Score) -> dict[str, Any]:
     """The same as `plain(score)`, of which a large board has very many."""
-    return vars(score) | {
+    return {
+        **{name: getattr(score, name) for name in Score.__dataclass_fields__},
         "metrics": {name: list(metric) for name, metric in score.metrics.items()},
         "interval": None if score.interval is None else list(score.interval),
         "runs": [
@@ -682,16 +747,15 @@ def _of_column(column: Column, scores: Sequence[Score], place: Mapping[str, int]
     flags: dict[str, list[str]] = {}
     for score in scores:
         at = place[score.model]
-        metric = score.metrics.get(column.metric)
-        if metric is not None:
-            value[at], stderr[at] = rounded(metric.value), rounded(metric.stderr)
+        metric = score.metric(column.metric)
+        value[at], stderr[at] = rounded(metric.value), rounded(metric.stderr)
         documents[at] = score.num_documents
         of_score = [
             flag
             for flag, is_set in (
                 ("conflict", score.conflict),
-                ("repeated", len(score.runs) > 1),
-                ("note", bool(score.notes)),
+                ("repeated", score.num_runs > 1),
+                ("note", score.has_notes),
                 (f"limit: {score.limit}", score.limit is not None),
             )
             if is_set

@@ -19,6 +19,7 @@ from typing import Any
 from harness_ext.leaderboard import samples as samples_module
 from harness_ext.leaderboard import untrusted
 from harness_ext.leaderboard.records import ColumnRecord, FileRecord, ModelRecord, Samples, TaskRecord
+from harness_ext.parameter_names import place_of
 
 __all__ = ["LAB_SCHEMA", "MAX_RESULT_BYTES", "lab_of", "read_results", "result_record"]
 
@@ -149,7 +150,7 @@ def _check_schema(results: Any) -> None:
         raise ValueError(
             "expected a result file of lm_eval, with `results` by task as --output_path writes it, found "
             + (
-                f"the keys {', '.join(sorted(map(str, results))[:6])}"
+                f"the keys {', '.join(untrusted.name(key, 40) for key in sorted(results)[:6])}"
                 if isinstance(results, dict)
                 else "no JSON object"
             )
@@ -466,7 +467,7 @@ class _Task:
                 if options.get("rel_stderr") is None:
                     found["blocks"] = run.get("blocks")
         else:
-            found["options"] = self.report.get("options")
+            found |= {"options": self.report.get("options"), "sample": self.report.get("sample")}
             if self.features == "subset_words":
                 found["subset_words"] = self.metadata.get("subset_words")
             if self.kind == "quad":
@@ -553,10 +554,14 @@ class _Task:
             return None
         sha256 = untrusted.name(self.report.get("text_sha256"), 64)
         tokens = untrusted.whole_number(self.report.get("num_tokens"))
-        # [token, its number], which some versions write as text.
-        special = [[str(of) for of in _list(self.results.get(f"tokenizer_{name}_token"))] for name in ("bos", "eos")]
-        made = json.dumps([sha256, tokens, special], sort_keys=True)
-        tokenizer = hashlib.sha256(made.encode("utf-8", errors="replace")).hexdigest()[:12] if tokens else None
+        tokenizer = untrusted.name(self.report.get("tokenizer_sha256"), 64)[:12] or None
+        if tokenizer is None and tokens:
+            # What older files say of it: [token, its number], which some versions write as text.
+            special = [
+                [str(of) for of in _list(self.results.get(f"tokenizer_{name}_token"))] for name in ("bos", "eos")
+            ]
+            made = json.dumps([sha256, tokens, special], sort_keys=True)
+            tokenizer = hashlib.sha256(made.encode("utf-8", errors="replace")).hexdigest()[:12]
         # What a model may look back to, in tokens, changes the loss of every tokenizer.
         part = f"full, blocks of {self.report.get('block_tokens')}"
         if limit is not None:
@@ -576,7 +581,7 @@ class _Task:
         rows = untrusted.mapping(untrusted.mapping(self.report.get("window_flatness")).get("by_parameter"))
         sums: dict[tuple[int, str], dict[str, float]] = {}
         for name, row in list(rows.items())[:20_000]:
-            total = sums.setdefault(_place_of(untrusted.name(name)), {})
+            total = sums.setdefault(place_of(untrusted.name(name)), {})
             for key, value in untrusted.mapping(row).items():
                 found = untrusted.number(value)
                 if found is not None and key in ("size", *_TRACES):
@@ -660,16 +665,6 @@ def _settled(value: Any, most: int = MAX_TEXT) -> str:
     if len(found) <= most:
         return found
     return f"{found[: most - 20]}… ({hashlib.sha256(found.encode()).hexdigest()[:12]})"
-
-
-def _place_of(parameter: str) -> tuple[int, str]:
-    """Layer and kind of a parameter's name: (3, "mlp.c_fc") for `transformer.h.3.mlp.c_fc.weight`; -1 outside layers."""
-    parts = parameter.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    if not numbers or len(parts[numbers[0]]) > 6:
-        return -1, parts[-2] if len(parts) > 1 else parts[0]
-    inside = parts[numbers[0] + 1 :]
-    return int(parts[numbers[0]]), ".".join(part for part in inside[:-1] if not part.isdigit()) or (inside or parts)[-1]
 
 
 def _list(value: Any) -> list[Any]:

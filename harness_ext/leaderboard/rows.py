@@ -10,13 +10,14 @@ Everything depends on the set of files and not on their order.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from harness_ext.leaderboard.contracts import (
     Column,
@@ -31,11 +32,12 @@ from harness_ext.leaderboard.contracts import (
     Run,
     Score,
     Vector,
+    plain,
 )
 from harness_ext.leaderboard.records import ColumnRecord, FileRecord, ModelRecord, TaskRecord
 from harness_ext.leaderboard.statistics import interval
 
-__all__ = ["Rows", "Source", "family_of", "make_rows"]
+__all__ = ["Head", "Memory", "Rows", "Source", "family_of", "head_of", "make_rows"]
 
 KINDS = ("natural", "probe", "quad", "kernel", "finetune", "other", "loss", "flatness")
 """Order of the columns."""
@@ -57,11 +59,61 @@ _SIZE = re.compile(
 
 
 @dataclass(frozen=True)
-class Source:
-    """A result file: its path below the results folder, and what it says."""
+class Head:
+    """What has to be known of a file to say which cells of the table it fills.
 
-    path: str
-    record: FileRecord
+    Attributes:
+        digest: As in `FileRecord`.
+        model: Likewise.
+        tasks: (column, limit, whether there are samples) of each task.
+    """
+
+    digest: str
+    model: ModelRecord
+    tasks: Sequence[Sequence[Any]]
+
+
+def head_of(record: FileRecord) -> Head:
+    """The head of a record."""
+    tasks = tuple((task.column.id, task.limit, task.samples is not None) for task in record.tasks)
+    return Head(record.digest, record.model, tasks)
+
+
+class Source:
+    """A result file: its path below the results folder, and what it says.
+
+    Args:
+        path: Of the file.
+        record: What it says, or what reads that when it is first asked for.
+        head: Of the record, if that is not read yet.
+        stamp: Changes whenever the record does.
+    """
+
+    def __init__(
+        self, path: str, record: FileRecord | Callable[[], FileRecord], *, head: Head | None = None, stamp: str = ""
+    ) -> None:
+        self.path, self.stamp = path, stamp
+        self._record = record
+        if head is not None:
+            self.__dict__["head"] = head
+
+    @functools.cached_property
+    def record(self) -> FileRecord:
+        return self._record if isinstance(self._record, FileRecord) else self._record()
+
+    @functools.cached_property
+    def head(self) -> Head:
+        return head_of(self.record)
+
+
+class Memory(Protocol):
+    """What an earlier build made of a column; see `build`."""
+
+    def take(self, name: str, stamp: str) -> str | None:
+        """The text kept under a name, if its stamp is this one."""
+
+    def keep(self, name: str, stamp: str, text: str) -> None:
+        """Keep a text."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +134,7 @@ class Rows:
     document_sets: dict[str, tuple[tuple[str, ...], ...]]
     vectors: dict[str, tuple[Vector, ...]]
     sources: dict[tuple[str, str], tuple[str, str, str]]
+    stamps: dict[str, str]
 
 
 def family_of(name: str) -> str:
@@ -100,61 +153,230 @@ def family_of(name: str) -> str:
     return "-".join(kept) or last[-1]
 
 
-def make_rows(sources: Iterable[Source]) -> Rows:
-    """Join the records of all files; see the module."""
+def make_rows(sources: Iterable[Source], *, memory: Memory | None = None) -> Rows:
+    """Join the records of all files; see the module.
+
+    Args:
+        sources: The files.
+        memory: With it, a column all of whose files are as they were is taken as it was made then, and their records are not
+            asked for. The rows are equal to those without.
+    """
     ordered = _without_copies(sources)
-    model_ids, models = _models([source.record.model for source, _ in ordered])
-
-    cells: dict[tuple[str, str, str | None], list[tuple[TaskRecord, Run]]] = {}
-    columns: dict[str, ColumnRecord] = {}
-    for place, (source, copies) in enumerate(ordered):
-        record = source.record
-        for task in record.tasks:
-            columns[task.column.id] = task.column
-            run = Run(
-                source=source.path,
-                copies=copies,
-                date=record.date,
-                versions=record.versions,
-                command=task.command,
-                metrics={name: Metric(*pair) for name, pair in task.metrics.items()},
-            )
-            cells.setdefault((task.column.id, model_ids[place], task.limit), []).append((task, run))
-
-    made = _columns(columns, cells)
-    column_order = {column.id: place for place, column in enumerate(made)}
+    model_ids, models = _models([source.head.model for source, _ in ordered])
     model_order = {model.id: place for place, model in enumerate(models)}
-    by_column = {column.id: column for column in made}
-    scores: list[Score] = []
-    latest: dict[tuple[str, str, str | None], TaskRecord] = {}
-    for key in sorted(cells, key=lambda key: (column_order[key[0]], model_order[key[1]], key[2] or "")):
-        runs = sorted(cells[key], key=_newest_first)
-        latest[key] = runs[0][0]
-        scores.append(_score(by_column[key[0]], key[1], runs))
-    scores = _with_counts(scores, by_column)
+    cells: dict[str, dict[tuple[str, str | None], list[_Entry]]] = {}
+    with_samples: set[str] = set()
+    for place, (source, copies) in enumerate(ordered):
+        of_source = _Of(source, copies)
+        for number, (column, limit, has_samples) in enumerate(source.head.tasks):
+            cells.setdefault(column, {}).setdefault((model_ids[place], limit), []).append(_Entry(of_source, number))
+            if has_samples:
+                with_samples.add(column)
 
-    vectors, sets, origins = _vectors(by_column, scores, latest)
+    for column, of_column in cells.items():
+        keys = sorted(of_column, key=lambda key: (model_order[key[0]], key[1] or ""))
+        cells[column] = {key: of_column[key] for key in keys}
+    made = {
+        column: _column_rows(column, of_column, memory, has_samples=column in with_samples)
+        for column, of_column in cells.items()
+    }
+    columns = _ordered([of_column.column for of_column in made.values()])
+    by_column = {column.id: column for column in columns}
+
+    scores = [score for column in columns for score in made[column.id].scores]
+    latest = {(column, *key): task for column, of_column in made.items() for key, task in of_column.latest.items()}
+    measured = [score for score in scores if by_column[score.column].kind in ("loss", "flatness")]
+    vectors, sets, origins = _vectors(by_column, [score for score in scores if score.column in with_samples], latest)
     return Rows(
         models=models,
-        columns=made,
+        columns=columns,
         scores=tuple(score for score in scores if score.limit is None),
         limited=tuple(score for score in scores if score.limit is not None),
-        losses=(*_losses(scores, latest), *_excess(models)),
-        flatness=tuple(_flatness(scores, by_column, latest)),
+        losses=(*_losses(measured, latest), *_excess(models)),
+        flatness=tuple(_flatness(measured, by_column, latest)),
         document_sets=sets,
         vectors=vectors,
         sources=origins,
+        stamps={} if memory is None else _stamps(models, columns, cells, made),
     )
+
+
+class _Of:
+    """A file with the paths of its copies."""
+
+    def __init__(self, source: Source, copies: tuple[str, ...]) -> None:
+        self.source, self.copies = source, copies
+
+    @functools.cached_property
+    def stamp(self) -> str:
+        made = repr((self.source.path, self.source.stamp, self.copies))
+        return hashlib.blake2b(made.encode("utf-8", errors="surrogatepass"), digest_size=12).hexdigest()
+
+
+class _Entry(NamedTuple):
+    """One task of a file: `number` is its place among the tasks."""
+
+    of: _Of
+    number: int
+
+    @property
+    def stamp(self) -> str:
+        return f"{self.of.stamp} {self.number}"
+
+    def run(self) -> tuple[TaskRecord, Run]:
+        record = self.of.source.record
+        task = record.tasks[self.number]
+        return task, Run(
+            source=self.of.source.path,
+            copies=self.of.copies,
+            date=record.date,
+            versions=record.versions,
+            command=task.command,
+            metrics={name: Metric(*pair) for name, pair in task.metrics.items()},
+        )
+
+
+def _stamp_of(cell: Sequence[_Entry]) -> str:
+    return cell[0].stamp if len(cell) == 1 else " ".join(entry.stamp for entry in cell)
+
+
+_Cells = Mapping[tuple[str, str | None], Sequence[_Entry]]
+
+
+@dataclass(frozen=True)
+class _ColumnRows:
+    """A column with its scores.
+
+    Attributes:
+        column: Without its label, which depends on the other columns.
+        scores: In the order of the models.
+        latest: The record that counts, by model and limit; empty where the column was made earlier.
+        stamp: Changes whenever the rest does.
+        cell_stamps: Of each score, in their order.
+    """
+
+    column: Column
+    scores: tuple[Score, ...]
+    latest: Mapping[tuple[str, str | None], TaskRecord]
+    stamp: str
+    cell_stamps: Sequence[str]
+
+
+def _column_rows(identifier: str, cells: _Cells, memory: Memory | None, *, has_samples: bool) -> _ColumnRows:
+    stamp, cell_stamps = "", []
+    if memory is not None:
+        cell_stamps = [f"{limit} {_stamp_of(of_cell)}" for (_, limit), of_cell in cells.items()]
+        stamp = _hash([[model for model, _ in cells], cell_stamps])
+        if not has_samples:
+            known = memory.take(f"joined:{identifier}", stamp)
+            if known is not None:
+                return _earlier(identifier, json.loads(known), cells, stamp, cell_stamps)
+    runs = {key: sorted((entry.run() for entry in of_cell), key=_newest_first) for key, of_cell in cells.items()}
+    record = next(iter(runs.values()))[0][0].column
+    column = _column(identifier, record, [run for of_cell in runs.values() for run in of_cell])
+    scores = tuple(_score(column, model, of_cell) for (model, _), of_cell in runs.items())
+    # Of losses and flatness more is wanted than what a score has.
+    if memory is not None and not has_samples and column.kind not in ("loss", "flatness"):
+        briefs = [_brief(column, score) for score in scores]
+        memory.keep(f"joined:{identifier}", stamp, _json([plain(column), briefs]))
+    return _ColumnRows(column, scores, {key: of_cell[0][0] for key, of_cell in runs.items()}, stamp, cell_stamps)
+
+
+def _brief(column: Column, score: Score) -> list[Any]:
+    return [
+        score.metric(column.metric),
+        score.interval,
+        score.num_documents,
+        score.conflict,
+        score.num_runs,
+        score.has_notes,
+        score.source,
+        score.lm_eval_version,
+    ]
+
+
+def _earlier(identifier: str, known: list[Any], cells: _Cells, stamp: str, cell_stamps: Sequence[str]) -> _ColumnRows:
+    """The column as it was made, whose scores have their details read when they are asked for."""
+    fields, briefs = known
+    prompts = tuple(
+        Prompt(**{**prompt, "label_words": {label: tuple(words) for label, words in prompt["label_words"].items()}})
+        for prompt in fields["prompts"]
+    )
+    column = Column(
+        **{
+            **fields,
+            "prompts": prompts,
+            "metrics": tuple(fields["metrics"]),
+            "lm_eval_versions": tuple(fields["lm_eval_versions"]),
+        }
+    )
+
+    def load(score: Score) -> Score:
+        runs = sorted((entry.run() for entry in cells[score.model, score.limit]), key=_newest_first)
+        return _score(column, score.model, runs)
+
+    scores = tuple(
+        Score.later(
+            {
+                "model": model,
+                "column": identifier,
+                "shown": (column.metric, Metric(*shown)),
+                "interval": None if ends is None else tuple(ends),
+                "num_documents": count,
+                "limit": limit,
+                "conflict": conflict,
+                "num_runs": num_runs,
+                "has_notes": has_notes,
+                "source": source,
+                "lm_eval_version": version,
+            },
+            load,
+        )
+        for (model, limit), (shown, ends, count, conflict, num_runs, has_notes, source, version) in zip(
+            cells, briefs, strict=True
+        )
+    )
+    return _ColumnRows(column, scores, {}, stamp, cell_stamps)
+
+
+def _stamps(
+    models: Iterable[Model],
+    columns: Iterable[Column],
+    cells: Mapping[str, _Cells],
+    made: Mapping[str, _ColumnRows],
+) -> dict[str, str]:
+    """See `contracts.Board.stamps`: of what a page is made, hashed."""
+    of_model = {model.id: _hash(plain(model)) for model in models}
+    pages = {model: [stamp] for model, stamp in of_model.items()}
+    stamps = {}
+    for column in columns:
+        of_column = cells[column.id]
+        # What a score takes from its column.
+        facts = f"{column.id} {column.metric} {column.bounded} {column.num_documents} {column.kind}"
+        for (model, _), stamp in zip(of_column, made[column.id].cell_stamps, strict=True):
+            pages[model].append(f"{facts} {stamp}")
+        stamps[f"columns/{column.id}"] = stamp = _hash([made[column.id].stamp, plain(column)])
+        stamps[f"rows/{column.id}"] = _hash([stamp, [of_model[model] for model, _ in of_column]])
+    return stamps | {f"models/{model}": _hash(parts) for model, parts in pages.items()}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(_json(value).encode("utf-8", errors="surrogatepass"), digest_size=12).hexdigest()
 
 
 def _without_copies(sources: Iterable[Source]) -> list[tuple[Source, tuple[str, ...]]]:
     """Files of the same bytes once, with the paths of the others; the one with most samples stands for them."""
     by_digest: dict[str, list[Source]] = {}
     for source in sources:
-        by_digest.setdefault(source.record.digest, []).append(source)
+        by_digest.setdefault(source.head.digest, []).append(source)
     result = []
     for same in by_digest.values():
-        same.sort(key=lambda source: (-sum(task.samples is not None for task in source.record.tasks), source.path))
+        if len(same) > 1:
+            same.sort(key=lambda source: (-sum(has for _, _, has in source.head.tasks), source.path))
         result.append((same[0], tuple(sorted(source.path for source in same[1:]))))
     return sorted(result, key=lambda item: item[0].path)
 
@@ -170,17 +392,21 @@ def _newest_first(item: tuple[TaskRecord, Run]) -> tuple[float, str]:
 def _models(records: Sequence[ModelRecord]) -> tuple[list[str], tuple[Model, ...]]:
     """Id of each record's row, and the rows."""
     shas: dict[str, set[str]] = {}
-    keys = [_model_key(record) for record in records]
+    # Many files have the same record.
+    key_of = {id(record): _model_key(record) for record in {id(record): record for record in records}.values()}
+    keys = [key_of[id(record)] for record in records]
     for key, record in zip(keys, records, strict=True):
         if record.sha:
             shas.setdefault(key, set()).add(record.sha)
     ids: list[str] = []
     members: dict[str, list[ModelRecord]] = {}
+    id_of: dict[tuple[str | None, ...], str] = {}
     for key, record in zip(keys, records, strict=True):
         # A branch may have moved; a run that was offline does not say where it stood.
-        moved = [record.sha] if len(shas.get(key, ())) > 1 else []
-        made = json.dumps([key, *moved])
-        ids.append("m" + hashlib.sha256(made.encode()).hexdigest()[:12])
+        moved = (key, record.sha) if len(shas.get(key, ())) > 1 else (key,)
+        if moved not in id_of:
+            id_of[moved] = "m" + hashlib.sha256(json.dumps(moved).encode()).hexdigest()[:12]
+        ids.append(id_of[moved])
         members.setdefault(ids[-1], []).append(record)
     models = [_model(identifier, same) for identifier, same in members.items()]
     return ids, tuple(sorted(models, key=_model_order))
@@ -222,7 +448,7 @@ def _model(identifier: str, records: Sequence[ModelRecord]) -> Model:
         chat_template=first.chat_template,
         system_instruction=first.system_instruction,
         model_args=tuple((key, value) for key, value in first.model_args),
-        family=f"lab {lab.language}" if lab is not None else family_of(first.name),
+        family=lab.run if lab is not None else family_of(first.name),
         num_parameters=max((record.num_parameters for record in records if record.num_parameters), default=None),
         lab=lab,
     )
@@ -245,17 +471,12 @@ def _model_order(model: Model) -> tuple[Any, ...]:
 # ----------------------------------------------------------------------------------------------------------- columns
 
 
-def _columns(
-    columns: Mapping[str, ColumnRecord], cells: Mapping[tuple[str, str, str | None], Sequence[tuple[TaskRecord, Run]]]
-) -> tuple[Column, ...]:
-    members: dict[str, list[tuple[TaskRecord, Run]]] = {identifier: [] for identifier in columns}
-    for (identifier, _, _), runs in cells.items():
-        members[identifier] += runs
+def _ordered(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Columns in their order, with labels."""
     labels = _labels(columns)
-    made = [_column(identifier, columns[identifier], labels[identifier], members[identifier]) for identifier in columns]
     return tuple(
         sorted(
-            made,
+            (replace(column, label=labels[column.id]) for column in columns),
             key=lambda column: (
                 KINDS.index(column.kind),
                 column.task,
@@ -267,7 +488,8 @@ def _columns(
     )
 
 
-def _column(identifier: str, record: ColumnRecord, label: str, runs: Sequence[tuple[TaskRecord, Run]]) -> Column:
+def _column(identifier: str, record: ColumnRecord, runs: Sequence[tuple[TaskRecord, Run]]) -> Column:
+    """A column, as yet without a label."""
     full = [task for task, _ in runs if task.limit is None]
     firsts = Counter(task.main_metrics[0] for task in full or [task for task, _ in runs])
     metric = min(firsts, key=lambda name: (-firsts[name], name))
@@ -293,7 +515,7 @@ def _column(identifier: str, record: ColumnRecord, label: str, runs: Sequence[tu
             )
             for prompt in record.prompts
         ),
-        label=label,
+        label="",
         metric=metric,
         metrics=(metric, *sorted(names - {metric})),
         higher_is_better={name: name not in lower for name in sorted(names)},
@@ -310,14 +532,14 @@ def _commonest(values: Iterable[int]) -> int | None:
     return min(counts, key=lambda value: (-counts[value], -value)) if counts else None
 
 
-def _labels(columns: Mapping[str, ColumnRecord]) -> dict[str, str]:
+def _labels(columns: Iterable[Column]) -> dict[str, str]:
     """A heading for each column: its task, with what differs from the other columns of the task."""
-    of_task: dict[str, list[str]] = {}
-    for identifier, record in columns.items():
-        of_task.setdefault(record.task, []).append(identifier)
+    of_task: dict[str, list[Column]] = {}
+    for column in columns:
+        of_task.setdefault(column.task, []).append(column)
     labels: dict[str, str] = {}
-    for task, identifiers in of_task.items():
-        traits = {identifier: _traits(columns[identifier]) for identifier in sorted(identifiers)}
+    for task, same in of_task.items():
+        traits = {column.id: _traits(column) for column in sorted(same, key=lambda column: column.id)}
         names = sorted({name for found in traits.values() for name in found}, key=_trait_order)
         telling = [name for name in names if len({found.get(name) for found in traits.values()}) > 1]
         made = {
@@ -339,21 +561,21 @@ def _trait_order(name: str) -> tuple[int, str]:
     return (_TRAITS.index(name) if name in _TRAITS else len(_TRAITS), name)
 
 
-def _traits(record: ColumnRecord) -> dict[str, str]:
-    names = [prompt["name"] for prompt in record.prompts]
+def _traits(column: Column) -> dict[str, str]:
+    names = [prompt.name for prompt in column.prompts]
     traits = {
-        "version": f"v{record.version}" if record.version else "",
+        "version": f"v{column.version}" if column.version else "",
         "prompts": names[0] if len(names) == 1 else f"{len(names)} prompts" if names else "",
-        "shots": "" if record.num_fewshot is None else f"{record.num_fewshot}-shot",
-        "chat": "chat" if record.chat else "",
-        "features": record.features,
-        "dataset": record.dataset,
-        "kind": record.kind,
+        "shots": "" if column.num_fewshot is None else f"{column.num_fewshot}-shot",
+        "chat": "chat" if column.chat else "",
+        "features": column.features,
+        "dataset": column.dataset,
+        "kind": column.kind,
     }
     # Texts, such as prompts of lm_eval's own tasks, do not fit into a heading; the digits of the id tell them apart.
     return traits | {
         name: f"{name} {value}"
-        for name, value in record.settings.items()
+        for name, value in column.settings.items()
         if len(value) <= 24 and not name.startswith(("doc_to_", "process_", "description"))
     }
 
@@ -365,6 +587,7 @@ def _score(column: Column, model: str, runs: Sequence[tuple[TaskRecord, Run]]) -
     task, run = runs[0]
     metrics = run.metrics
     shown = metrics.get(column.metric, Metric(None, None))
+    note = _counts_note(column, task)
     return Score(
         model=model,
         column=column.id,
@@ -376,7 +599,7 @@ def _score(column: Column, model: str, runs: Sequence[tuple[TaskRecord, Run]]) -
         limit=task.limit,
         runs=tuple(run for _, run in runs),
         conflict=len(runs) > 1 and _differ([run.metrics for _, run in runs]),
-        notes=tuple(task.notes),
+        notes=(note, *task.notes) if note else tuple(task.notes),
         prompts=tuple(_prompt_result(entry) for entry in task.prompt_results),
     )
 
@@ -407,17 +630,12 @@ def _prompt_result(entry: Mapping[str, Any]) -> PromptResult:
     )
 
 
-def _with_counts(scores: Sequence[Score], columns: Mapping[str, Column]) -> list[Score]:
-    """Say of full runs which of them had another number of documents than most: the dataset has changed."""
-    result = []
-    for score in scores:
-        column = columns[score.column]
-        usual, found = column.num_documents, score.num_documents
-        # How many windows a text has depends on the tokenizer.
-        is_odd = score.limit is None and usual and found and usual != found and column.kind not in ("loss", "flatness")
-        note = f"evaluated on {found:,} documents, most others on {usual:,}" if is_odd else None
-        result.append(replace(score, notes=(note, *score.notes)) if note else score)
-    return result
+def _counts_note(column: Column, task: TaskRecord) -> str | None:
+    """Of a full run on another number of documents than most: the dataset has changed."""
+    usual, found = column.num_documents, task.num_documents
+    # How many windows a text has depends on the tokenizer.
+    is_odd = task.limit is None and usual and found and usual != found and column.kind not in ("loss", "flatness")
+    return f"evaluated on {found:,} documents, most others on {usual:,}" if is_odd else None
 
 
 # -------------------------------------------------------------------------------------------------- loss and flatness

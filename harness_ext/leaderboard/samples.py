@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,12 @@ def sample_files(result: Path, task: str) -> Path | None:
     # Task names come from the file; one with a separator cannot be a file of this folder.
     if not date or any(character in task for character in "/\\\0"):
         return None
-    path = result.parent / f"samples_{task}_{date}.jsonl"
-    return path if len(path.name) <= 255 and path.is_file() and not path.is_symlink() else None
+    name = f"samples_{task}_{date}.jsonl"
+    # Asked of every task of every file, so first without making a path.
+    if len(name) > 255 or not os.path.isfile(f"{result.parent}/{name}"):
+        return None
+    path = result.parent / name
+    return None if path.is_symlink() else path
 
 
 def samples_lines(path: Path) -> Iterator[dict[str, Any]]:

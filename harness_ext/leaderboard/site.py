@@ -13,15 +13,17 @@ columns that are no longer on the board are removed; other files of the folder a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness_ext.leaderboard.contracts import Board, Flatness, Score
+from harness_ext.leaderboard.contracts import Board, Flatness, Model, Score
+from harness_ext.leaderboard.made import Made, replace
 
 __all__ = ["Written", "data_script", "page_folder", "write_site"]
 
@@ -48,7 +50,9 @@ class Written:
     first_load: int
 
 
-def write_site(board: Board, folder: Path | str, *, downloads: Mapping[str, str] | None = None) -> Written:
+def write_site(
+    board: Board, folder: Path | str, *, downloads: Mapping[str, str] | None = None, made: Made | None = None
+) -> Written:
     """Write the pages of a board, and remove what an earlier board left.
 
     Args:
@@ -56,20 +60,26 @@ def write_site(board: Board, folder: Path | str, *, downloads: Mapping[str, str]
         folder: Where to; made if it is not there.
         downloads: Label of each exported file by its path relative to `folder`, such as {"leaderboard.csv": "CSV"}. The table
             links to them; writing them is the caller's.
+        made: What is known of the folder; pages that it has are not made again.
 
     Raises:
         FileNotFoundError: If the installation lacks the sources of the pages.
         ValueError: If an id of the board is not safe in a file name, or a number is not finite.
     """
     folder = Path(folder)
+    made = made or Made(folder)
     changed, files = [], []
     first_load = 0
-    for name, content in _files(board, downloads or {}):
+    for name, stamp, make in _files(board, made, downloads or {}):
         files.append(name)
+        if made.has(name, stamp):
+            continue
+        content = make()
         if name.startswith("data/index") or not name.startswith(("data/", "vendor/LICENSES")):
             first_load += len(content)
-        if _replace(folder / name, content):
+        if replace(folder / name, content):
             changed.append(name)
+        made.wrote(name, stamp)
     kept = set(files)
     removed = []
     for part in _DATA_FOLDERS:
@@ -111,7 +121,10 @@ def data_script(name: str, value: Any) -> bytes:
     return f"harnessExt.data({json.dumps(name)},JSON.parse('{text}'));\n".encode("ascii")
 
 
-def _files(board: Board, downloads: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+def _files(
+    board: Board, made: Made, downloads: Mapping[str, str]
+) -> Iterator[tuple[str, str | None, Callable[[], bytes]]]:
+    """Name, stamp if it is known, and what makes the content, of each file."""
     source = page_folder()
     for pattern in _PAGE_FILES:
         paths = sorted(source.glob(pattern))
@@ -120,53 +133,50 @@ def _files(board: Board, downloads: Mapping[str, str]) -> Iterator[tuple[str, by
                 f"{source / pattern} is missing: the installation lacks a part of the leaderboard's pages"
             )
         for path in paths:
-            yield path.relative_to(source).as_posix(), path.read_bytes()
-    yield "data/index.js", data_script("index", _packed_index(board.index(), downloads))
-    for name, value in _model_files(board):
-        yield f"data/{name}.js", data_script(name, value)
+            yield path.relative_to(source).as_posix(), None, path.read_bytes
+    yield "data/index.js", None, lambda: data_script("index", _packed_index(board.index(), downloads))
+    pages: list[tuple[str, Callable[[], Any]]] = []
+    model_file = _model_files(board)
+    for model in board.models:
+        pages.append((f"models/{_checked(model.id)}", functools.partial(model_file, model)))
     for column in board.columns:
-        _check_id(column.id)
-        yield f"data/columns/{column.id}.js", data_script(f"columns/{column.id}", board.column_file(column.id))
-        yield f"data/documents/{column.id}.js", data_script(f"documents/{column.id}", board.documents_file(column.id))
+        pages.append((f"columns/{_checked(column.id)}", functools.partial(board.column_file, column.id)))
+        pages.append((f"documents/{column.id}", functools.partial(board.documents_file, column.id)))
+    for name, make in pages:
+        yield f"data/{name}.js", made.stamp(name), functools.partial(_page, name, make)
 
 
-def _model_files(board: Board) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`Board.model_file` of every model, which itself makes dictionaries of all scores: for 60,000 that takes far longer."""
+def _page(name: str, make: Callable[[], Any]) -> bytes:
+    return data_script(name, make())
+
+
+def _model_files(board: Board) -> Callable[[Model], dict[str, Any]]:
+    """`Board.model_file`, which itself makes dictionaries of all scores: for 60,000 that takes far longer."""
     scores: dict[str, list[Score]] = {model.id: [] for model in board.models}
     flatness: dict[str, list[Flatness]] = {model.id: [] for model in board.models}
     for score in (*board.scores, *board.limited):
         scores[score.model].append(score)
     for of_model in board.flatness:
         flatness[of_model.model].append(of_model)
-    for model in board.models:
-        _check_id(model.id)
-        yield f"models/{model.id}", {"model": model, "scores": scores[model.id], "flatness": flatness[model.id]}
+    return lambda model: {"model": model, "scores": scores[model.id], "flatness": flatness[model.id]}
 
 
 def _fields(record: Any) -> dict[str, Any]:
     """A part of a board as a dictionary of its fields, for JSON; a score without what is blank."""
     if isinstance(record, Score):
-        return {name: value for name, value in vars(record).items() if value or value in (0, "")}
+        fields = ((name, getattr(record, name)) for name in Score.__dataclass_fields__)
+        return {name: value for name, value in fields if value or value in (0, "")}
     if dataclasses.is_dataclass(record):
         return vars(record)
     raise TypeError(f"{type(record).__name__} is no part of a board: {record!r}")
 
 
-def _check_id(identifier: str) -> None:
+def _checked(identifier: str) -> str:
     if not _ID.fullmatch(identifier):
         raise ValueError(
             f"id {identifier!r} is not an m or a c and 12 hexadecimal digits: it would not be safe as a file name"
         )
-
-
-def _replace(path: Path, content: bytes) -> bool:
-    try:
-        if path.stat().st_size == len(content) and path.read_bytes() == content:
-            return False
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return True
+    return identifier
 
 
 # ----------------------------------------------------------------------------------- fewer bytes for the first load
@@ -204,13 +214,11 @@ def _columnar(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key in keys:
         values = [record.get(key) for record in records]
-        distinct = {json.dumps(value): value for value in values}
+        texts = [json.dumps(value) for value in values]
+        distinct = dict(zip(texts, values, strict=True))
         if len(distinct) * 2 <= len(values):
             places = {text: place for place, text in enumerate(distinct)}
-            result[key] = {
-                "values": list(distinct.values()),
-                "at": [places[json.dumps(value)] for value in values],
-            }
+            result[key] = {"values": list(distinct.values()), "at": [places[text] for text in texts]}
         else:
             result[key] = values
     return {"length": len(records), "keys": result}

@@ -55,6 +55,8 @@ def load_json(path: Path, *, max_bytes: int) -> tuple[Any, bytes]:
 
 def number(value: Any) -> float | None:
     """A finite number, also of text that is one; None for anything else, such as "N/A", NaN or a truth value."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -95,6 +97,8 @@ def text(value: Any, most: int) -> str:
 
 def name(value: Any, most: int = MAX_NAME) -> str:
     """One line of text without characters that control a terminal or the direction of writing."""
+    if isinstance(value, str) and len(value) <= most and value.isascii() and value.isprintable():
+        return value.strip()  # as below; nearly all are such
     return text(_CONTROLS.sub(" ", text(value, 4 * most)).strip(), most)
 
 

@@ -24,17 +24,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
+import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness_ext.contracts import WindowAnswer, WindowRequest
 from harness_ext.engine.attach import FLATNESS_REQUEST_TYPE, LOSS_REQUEST_TYPE
+from harness_ext.engine.tokens import refuse_unknown_ids
 from harness_ext.engine.windows import Window, encode_text, windows_of_text
 from harness_ext.flatness.options import FlatnessOptions
 from harness_ext.tasks import metrics
 from harness_ext.tasks.data import LazySplits, TextFile, open_dataset, open_text_file
-from harness_ext.tasks.options import read_options
+from harness_ext.tasks.options import check_settings, read_options
+from harness_ext.tasks.whole import WholeTask
 
 __all__ = ["CorpusOptions", "FlatnessTask", "LossTask"]
 
@@ -90,7 +92,7 @@ class CorpusOptions:
         return None
 
 
-class CorpusTask(ConfigurableTask):
+class CorpusTask(WholeTask):
     """Base of the tasks; see the module.
 
     Raises:
@@ -105,6 +107,7 @@ class CorpusTask(ConfigurableTask):
 
     def __init__(self, config: Mapping[str, Any], **kwargs: Any) -> None:
         settings = {key: value for key, value in config.items() if key != "class"}
+        check_settings(settings)
         self._metadata: dict[str, Any] = dict(settings.get("metadata") or {})
         self._metadata.pop("report", None)
         settings["metadata"] = self._metadata
@@ -116,6 +119,9 @@ class CorpusTask(ConfigurableTask):
         if settings.get("num_fewshot"):
             raise ValueError(f"{self._name}: --num_fewshot has no meaning for running text. Leave it out.")
         self._choose_dataset(settings)
+        for key in ("dataset_path", "doc_to_text"):
+            if not isinstance(settings.get(key), str):
+                raise ValueError(f"{self._name} needs `{key}:`, found {settings.get(key)!r}.")
         self._windows: list[dict[str, Any]] | None = None
         self._requests: list[WindowRequest] = []
         self._report: dict[str, Any] = {}
@@ -238,7 +244,7 @@ class CorpusTask(ConfigurableTask):
         """Make the documents: windows of the corpus under the model's tokenizer, in random order.
 
         Raises:
-            ValueError: If the model has no token to start a text with, or no window can be used.
+            ValueError: If the model has no token to start a text with or no embedding of a token, or no window can be used.
         """
         length = min(self.block_tokens, lm.max_length)
         if length < self.block_tokens:
@@ -256,10 +262,13 @@ class CorpusTask(ConfigurableTask):
                 raise ValueError(
                     f"{self._name}: `end_of_text` asks for the tokenizer's EOS, and it has none. Set it to false."
                 )
+        num_embeddings = getattr(lm.model.get_input_embeddings(), "num_embeddings", None)
         texts = self.texts()
         windows: list[Window] = []
         for text in texts:
-            windows += windows_of_text(text, encode_text(lm.tokenizer, text), length=length, prefix=prefix, end=end)
+            encoded = encode_text(lm.tokenizer, text)
+            refuse_unknown_ids(encoded.ids, num_embeddings)
+            windows += windows_of_text(text, encoded, length=length, prefix=prefix, end=end)
         order = list(range(len(windows)))
         random.Random(ORDER_SEED).shuffle(order)
         order = self.choose(order, windows)
@@ -274,8 +283,13 @@ class CorpusTask(ConfigurableTask):
         ]
         self._requests = [self.window_request(number, windows[number]) for number in order]
         digest = hashlib.sha256("\0".join(texts).encode("utf-8", errors="surrogatepass")).hexdigest()
+        # Losses in nats per token compare where the text is cut into the same tokens.
+        cut = hashlib.sha256()
+        for window in windows:
+            cut.update(np.asarray(window.targets, dtype="<i8").tobytes())
         self._report |= {
             "text_sha256": digest,
+            "tokenizer_sha256": cut.hexdigest(),
             "num_texts": len(texts),
             "num_bytes": sum(len(text.encode("utf-8", errors="surrogatepass")) for text in texts),
             "num_tokens": sum(len(window.targets) for window in windows),
@@ -320,9 +334,8 @@ class CorpusTask(ConfigurableTask):
 
     # ------------------------------------------------------------------------------------------------- results
 
-    def apply_filters(self) -> None:
-        """Run lm_eval's filters, then write down what the engine did."""
-        super().apply_filters()
+    def evaluate_all(self) -> None:
+        """Write down what the engine did."""
         for instance in self._instances or []:
             answer = instance.resps[0]
             if answer.run:
@@ -382,9 +395,9 @@ class FlatnessTask(CorpusTask):
         }
         return WindowRequest(window.tokens, window.targets, number, options)
 
-    def apply_filters(self) -> None:
+    def evaluate_all(self) -> None:
         """See the base class."""
-        super().apply_filters()
+        super().evaluate_all()
         self._num_parameters = self._report.get(self.REQUEST, {}).get("num_parameters", 0)
 
     def items(self, values: Mapping[str, float], num_tokens: int, num_bytes: float) -> dict[str, Pair]:

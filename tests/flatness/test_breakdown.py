@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness_ext.flatness.breakdown import NO_LAYER, draw, place_of, read_breakdowns, table_lines
+from harness_ext.flatness.breakdown import draw, read_breakdowns, table_lines
+from harness_ext.parameter_names import NO_LAYER
 
 ROWS = {
     "transformer.wte.weight": {"size": 100, "fisher_trace": 2.0, "fisher_trace_scaled": 0.2},
@@ -33,22 +34,6 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results()), encoding="utf-8")
     return path
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("transformer.h.3.mlp.c_fc.weight", (3, "mlp.c_fc")),
-        ("model.layers.11.self_attn.q_proj.bias", (11, "self_attn.q_proj")),
-        ("model.layers.0.mlp.experts.7.w1.weight", (0, "mlp.experts.w1")),
-        ("backbone.layers.2.mixer.A_log", (2, "mixer")),
-        ("backbone.layers.2.A_log", (2, "A_log")),
-        ("model.embed_tokens.weight", (NO_LAYER, "embed_tokens")),
-        ("scale", (NO_LAYER, "scale")),
-    ],
-)
-def test_names_have_places(name: str, place: tuple[int, str]) -> None:
-    assert place_of(name) == place
 
 
 def test_parts_add_up(path: Path) -> None:

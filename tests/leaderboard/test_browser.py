@@ -885,6 +885,10 @@ def test_every_control_has_a_name_and_headings_have_an_order(site: Site) -> None
             ".map((node) => node.outerHTML)"
         )
         assert nameless == [], name
+        # A plot is one image with a description; its parts, which Plot names by kind, are not read.
+        assert site.run("return [...document.querySelectorAll('svg.chart')].every((of) => of.ariaHidden === 'true')"), (
+            name
+        )
         levels = site.run("return [...document.querySelectorAll('h1, h2, h3')].map((node) => Number(node.tagName[1]))")
         assert levels[0] == 1, name
         assert levels.count(1) == 1, name

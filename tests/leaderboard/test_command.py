@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from result_files import result_file, sample, write, write_samples
+from result_files import loss_config, result_file, sample, write, write_samples
 
 from harness_ext.cli import leaderboard
-from harness_ext.leaderboard.export import BEGIN, END, EXPORTS
+from harness_ext.leaderboard.export import EXPORTS
+from harness_ext.leaderboard.markdown import BEGIN, END
+from harness_ext.leaderboard.plot import PLOT
 
 
 def run(*words: str | Path) -> int:
@@ -40,6 +42,13 @@ def test_build_then_check_then_stale(here: Path, capsys: pytest.CaptureFixture[s
     site = here / "leaderboard" / "site"
     assert {path.name for path in site.iterdir()} >= {*EXPORTS, "index.html", "data"}
     assert "org/tiny" in (here / "README.md").read_text()
+    assert "(leaderboard/leaderboard.md)" in (here / "README.md").read_text()
+    assert {path.name for path in (here / "leaderboard").iterdir()} == {
+        "results",
+        "site",
+        "leaderboard.csv",
+        "leaderboard.md",
+    }
     assert run("build", "--check") == 0
     write(here / "leaderboard" / "results" / "results_2.json", result_file(model="org/new"))
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
@@ -47,33 +56,69 @@ def test_build_then_check_then_stale(here: Path, capsys: pytest.CaptureFixture[s
     found = capsys.readouterr()
     assert "org/new" in found.out.replace("\\", "")
     assert "+" in found.out
-    assert "stale" in found.err
+    assert "stale. Run: harness-ext leaderboard build --no-site\n" in found.err
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
     assert run("build") == 0
     assert run("build", "--check") == 0
     # A model that is gone leaves no page.
     (here / "leaderboard" / "results" / "results_2.json").unlink()
-    assert run("build", "--check") == 1
+    assert run("build", "--check", "--out", "leaderboard/site") == 1
     assert run("build") == 0
-    assert run("build", "--check") == 0
+    assert run("build", "--check", "--out", "leaderboard/site") == 0
 
 
 @pytest.mark.parametrize(
     "name", ["leaderboard.csv", "leaderboard.json", "leaderboard.parquet", "index.html", "data/index.js"]
 )
-def test_check_sees_every_file(name: str, here: Path) -> None:
+def test_check_sees_every_file_of_a_site(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("build") == 0
     path = here / "leaderboard" / "site" / name
     path.write_bytes(path.read_bytes() + b"x")
+    assert run("build", "--check") == 0  # the site is not committed
+    assert run("build", "--check", "--out", "leaderboard/site") == 1
+    path.unlink()
+    assert run("build", "--check", "--out", "leaderboard/site") == 1
+    assert f"{name}: is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["leaderboard.csv", "leaderboard.md"])
+def test_check_sees_every_committed_file(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", "--no-site") == 0
+    assert not (here / "leaderboard" / "site").exists()
+    path = here / "leaderboard" / name
+    path.write_bytes(path.read_bytes() + b"x")
     assert run("build", "--check") == 1
+    assert f"+++ leaderboard/{name} (new)" in capsys.readouterr().out
     path.unlink()
     assert run("build", "--check") == 1
+    assert f"{name}: is missing" in capsys.readouterr().out
+
+
+def test_a_plot_that_is_no_longer_made_is_stale(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", "--no-site") == 0
+    plot = here / "leaderboard" / PLOT
+    plot.write_bytes(b"<svg/>")
+    assert run("build", "--check") == 1
+    assert f"{PLOT}: is no longer made" in capsys.readouterr().out
+    assert run("build", "--no-site") == 0
+    assert not plot.exists()
+
+
+def test_other_results_do_not_touch_the_committed_tables(here: Path) -> None:
+    write(here / "mine" / "results_1.json", result_file(model="org/mine"))
+    readme = (here / "README.md").read_bytes()
+    assert run("build", "mine", "--out", "site") == 0
+    assert (here / "README.md").read_bytes() == readme
+    assert {path.name for path in (here / "leaderboard").iterdir()} == {"results"}
+    assert run("build", "mine", "--no-site", "--tables", "tables", "--readme", "README.md") == 0
+    assert "(tables/leaderboard.md)" in (here / "README.md").read_text()
+    assert run("build", "mine", "--check", "--tables", "tables", "--readme", "README.md") == 0
 
 
 def test_check_sees_the_readme(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("build") == 0
     text = (here / "README.md").read_text()
-    (here / "README.md").write_text(text.replace("75.0", "99.9"))
+    (here / "README.md").write_text(text.replace("50.0", "99.9"))
     assert run("build", "--check") == 1
     assert "99.9" in capsys.readouterr().out
 
@@ -157,6 +202,8 @@ def test_locale_time_zone_and_hash_seed_do_not_change_a_byte(here: Path) -> None
     """In interpreters of their own, as these are read at their start."""
     for number in range(4):
         made = result_file(["reviews", "films"], model=f"org/größe-{number}İ", acc=0.5 + number / 10)
+        made["results"]["loss_text"] = {"loss,none": 3.0, "bits_per_byte,none": 1 + number / 1e3}
+        made["configs"]["loss_text"] = loss_config()
         write(here / "leaderboard" / "results" / f"results_x{number}.json", made)
     code = (
         "import argparse; from harness_ext.cli import leaderboard as l; p = argparse.ArgumentParser(); "
@@ -167,7 +214,17 @@ def test_locale_time_zone_and_hash_seed_do_not_change_a_byte(here: Path) -> None
         {"TZ": "Asia/Kathmandu", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "2"},
     )
     for place, variant in enumerate(variants):
-        command = [sys.executable, "-c", code, "leaderboard", "build", "--out", f"site{place}"]
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "leaderboard",
+            "build",
+            "--out",
+            f"site{place}",
+            "--tables",
+            f"site{place}/tables",
+        ]
         subprocess.run(
             command, env=os.environ | variant | {"HARNESS_EXT_CACHE": "off"}, check=True, capture_output=True
         )
@@ -176,3 +233,4 @@ def test_locale_time_zone_and_hash_seed_do_not_change_a_byte(here: Path) -> None
         for folder in (here / "site0", here / "site1")
     )
     assert first == second
+    assert f"tables/{PLOT}" in first

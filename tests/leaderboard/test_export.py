@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+import xml.etree.ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from result_files import result_file, task_config, write
 from harness_ext.leaderboard.build import build_board
 from harness_ext.leaderboard.cache import Cache
 from harness_ext.leaderboard.contracts import Board
-from harness_ext.leaderboard.export import BEGIN, END, EXPORTS, cell_text, long_rows, markdown, spliced, write_exports
+from harness_ext.leaderboard.export import EXPORTS, TABLES, long_rows, write_exports, write_tables
+from harness_ext.leaderboard.markdown import BEGIN, END, cell_text, markdown, readme, spliced
+from harness_ext.leaderboard.plot import PLOT, draw, same_plot
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "leaderboard"
 
@@ -46,7 +49,13 @@ def golden_board(tmp_path_factory: pytest.TempPathFactory) -> Board:
 
 
 def test_the_markdown_of_the_golden_files(golden_board: Board, golden: Callable[[str, str], None]) -> None:
-    golden("leaderboard/leaderboard.md", markdown(golden_board) + "\n")
+    text = markdown(golden_board)
+    names = {
+        model.name for model in golden_board.models if any(score.model == model.id for score in golden_board.scores)
+    }
+    assert names
+    assert all(cell_text(name) in text for name in names)
+    golden("leaderboard/leaderboard.md", text + "\n")
 
 
 def test_the_tables_of_the_golden_files(
@@ -159,10 +168,113 @@ def test_splicing_changes_nothing_else_and_twice_is_once() -> None:
 
 def test_a_big_board_is_cut_in_the_markdown(tmp_path: Path) -> None:
     names = [f"task{number:02d}" for number in range(20)]
-    for number in range(40):
-        made: dict[str, Any] = result_file(names, model=f"org/m{number}", acc=0.5 + number / 100)
+    for number in range(102):
+        made: dict[str, Any] = result_file(names, model=f"org/m{number}", acc=0.3 + number / 200)
         write(tmp_path / f"results_{number}.json", made)
-    text = markdown(board_of(tmp_path))
-    assert "10 more models are on the pages" in text
+    board = board_of(tmp_path)
+    text = markdown(board)
+    assert "2 more models are on the pages" in text
     assert "8 more tasks are on the pages" in text
-    assert len(text) < 60_000
+    short = readme(board, more="tables/leaderboard.md")
+    assert "[All tables](tables/leaderboard.md): 90 more models and all scores." in short
+    # The best by their mean come first.
+    assert [line.split(" |")[0] for line in short.splitlines() if "org" in line] == [
+        f"| org/m{number}" for number in range(101, 89, -1)
+    ]
+
+
+# ------------------------------------------------------------------------------- parts of a board, the plot, the README
+
+
+def matched_files(folder: Path, *, number: int, others: int = 0) -> None:
+    """Models of two loss groups, each flatter than the one before and better; and `others` that share no task with them."""
+    report = {"text_sha256": "5" * 64, "num_tokens": 1000, "block_tokens": 128}
+    flat = {"blocks": 8, "include": ["*"], "exclude": [], "seed": 0, "by_parameter": {}}
+    for place in range(number):
+        loss, trace = 1.0 + 0.2 * (place % 2) + 1e-4 * place, 100.0 / (1 + place)
+        of_loss = {"bits_per_byte,none": loss, "bits_per_byte_stderr,none": 1e-4, "loss,none": 2 * loss}
+        tasks = {
+            "reviews": {"acc,none": 0.55 + 0.02 * place, "acc_stderr,none": 0.01},
+            "loss_x": of_loss,
+            "flatness_x": {"fisher_trace,none": trace, "fisher_trace_stderr,none": 1.0},
+        }
+        configs = {
+            "reviews": task_config(),
+            "loss_x": {"dataset_path": "made/$x$", "test_split": "test", "metadata": {"report": report}},
+            "flatness_x": {"metadata": {"report": report | {"window_flatness": flat}}},
+        }
+        write(folder / f"results_{place}.json", result_file(tasks, model=f"org/m{place}", configs=configs))
+    for place in range(others):
+        write(folder / f"results_o{place}.json", result_file(["films"], model=f"org/o{place}", acc=0.6))
+
+
+def test_models_without_a_task_in_common_are_in_tables_of_their_own(tmp_path: Path) -> None:
+    matched_files(tmp_path, number=6, others=1)
+    board = board_of(tmp_path)
+    for text in (markdown(board), readme(board)):
+        tables = [part for part in text.split("\n\n") if part.startswith("| model | param")]
+        assert [table.count("\n| org") for table in tables] == [6, 1]
+        assert all("mean of 1 task |" in table for table in tables)  # not "1 of 2"
+        assert "of 2 task" not in text
+        # The loss group comes first, then the score.
+        assert [line.split(" |")[0][-1] for line in tables[0].splitlines()[2:]] == list("420531")
+
+
+def test_the_short_table_says_what_is_found_within_groups(tmp_path: Path) -> None:
+    matched_files(tmp_path, number=8)
+    text = readme(board_of(tmp_path), plot="a/plot.svg", more="a/leaderboard.md")
+    assert text.startswith("![Mean score against pretraining loss, coloured by flatness](a/plot.svg)\n\n")
+    # The flatter, the better, with no exception.
+    assert "score is from −1.00 to −1.00 on 1 task, median −1.00; p < 0.05 on 1 of them" in text
+    whole = markdown(board_of(tmp_path))
+    assert "| reviews | 8 | " in whole
+    assert "| −1.00, p 5e-05 | −1.00, p 9.9e-05 | −1.00, p 0.0035 |" in whole
+
+
+def test_tables_and_plot_are_the_same_bytes_whatever_surrounds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matched_files(tmp_path / "results", number=6)
+    board = board_of(tmp_path / "results")
+    assert write_tables(board, tmp_path / "a") == PLOT
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    write_tables(board, tmp_path / "b")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == set(TABLES)
+    for name in TABLES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    assert f"]({PLOT})" in (tmp_path / "a" / "leaderboard.md").read_text("utf-8")
+
+
+def test_the_plot_shows_every_model_and_takes_no_name_for_a_formula(tmp_path: Path) -> None:
+    matched_files(tmp_path, number=6, others=3)
+    plot = draw(board_of(tmp_path))
+    assert plot is not None
+    root = xml.etree.ElementTree.fromstring(plot)
+    texts = ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "made/$x$ test (bits per byte)" in texts
+    assert "other, mean of 1 task" in texts
+    points = [node for node in root.iter() if node.get("id", "").startswith("PathCollection")]
+    marks = [use for node in points for use in node.iter("{http://www.w3.org/2000/svg}use")]
+    assert len(marks) == 6
+
+
+def test_no_plot_of_too_few_models_and_an_old_one_goes(tmp_path: Path) -> None:
+    matched_files(tmp_path / "results", number=3)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / PLOT).write_bytes(b"old")
+    assert write_tables(board_of(tmp_path / "results"), tmp_path / "out") is None
+    assert not (tmp_path / "out" / PLOT).exists()
+    assert PLOT not in (tmp_path / "out" / "leaderboard.md").read_text("utf-8")
+
+
+def test_plots_of_two_versions_of_matplotlib_are_told_by_their_data(tmp_path: Path) -> None:
+    matched_files(tmp_path, number=6)
+    plot = draw(board_of(tmp_path))
+    assert plot is not None
+    other_version = plot.replace(b"Matplotlib v", b"Matplotlib v0") + b"\n"
+    assert same_plot(plot, plot)
+    assert same_plot(plot, other_version)
+    assert not same_plot(plot, plot + b"\n")  # of one version every byte counts
+    assert not same_plot(plot, other_version.replace(b">data ", b">data 0"))
+    assert not same_plot(plot, b"no plot")

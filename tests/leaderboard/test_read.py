@@ -279,6 +279,25 @@ def test_losses_of_other_texts_blocks_or_parts_do_not_compare() -> None:
     assert text(effective=10) != text(effective=10, num_tokens=6000)
 
 
+def test_tokenizers_are_told_by_the_tokens_of_the_text_where_the_file_has_them() -> None:
+    def tokenizer(eos: str = "<eos>", **report: Any) -> str | None:
+        made = result_file(
+            {"loss_text": {"loss,none": 3.0, "bits_per_byte,none": 1.1}}, configs={"loss_text": loss_config(**report)}
+        )
+        loss = only_task(made | {"tokenizer_eos_token": [eos, 0]}).loss
+        assert loss is not None
+        return loss["tokenizer"]
+
+    first = tokenizer(tokenizer_sha256="ab" * 32)
+    assert first == "ab" * 6
+    assert first == tokenizer("</s>", tokenizer_sha256="ab" * 32)
+    assert first != tokenizer(tokenizer_sha256="cd" * 32)
+    # Older files: one tokenizer has one number of tokens and one EOS.
+    assert tokenizer() == tokenizer() != tokenizer(num_tokens=6000)
+    assert tokenizer() != tokenizer("</s>")
+    assert tokenizer(num_tokens=None) is None
+
+
 def test_limits() -> None:
     assert only_task(result_file(documents=100)).limit is None
     assert only_task(result_file(documents=100, effective=20)).limit == "20 of 100"

@@ -223,7 +223,7 @@ def test_models_of_the_lab_have_their_exact_excess_loss(tmp_path: Any) -> None:
     lab = lab_of(write(tmp_path / "lab.json", lab_json()))
     made = make_rows(sources(result_file(model="/tmp/x"), lab=lab))
     (model,) = made.models
-    assert (model.name, model.family) == ("adamw-w64-00000600", "lab hmm")
+    assert (model.name, model.family) == ("adamw-w64-00000600", "adamw-w64")
     assert model.lab is not None
     assert model.lab.excess == Metric(0.02, 0.0003)
     (loss,) = made.losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_the_loss_is_that_of_lm_evals_rolling_log_likelihood(corpus: str, family
     assert found["bits_per_byte,none"] == pytest.approx(-log_likelihood / math.log(2) / len(TEXT.encode()), rel=1e-5)
     assert told["num_tokens"] == len(lm.tok_encode(TEXT))
     assert told["num_bytes"] == len(TEXT.encode())
+
+
+def test_tokenizers_are_told_by_the_tokens_of_the_text(corpus: str) -> None:
+    first, again = (report(evaluate(hf_model(), loss_task(), limit=limit), "loss_lines") for limit in (1, 2))
+    lm = hf_model()
+    expected = np.asarray(lm.tok_encode(TEXT), dtype="<i8").tobytes()
+    assert first["tokenizer_sha256"] == again["tokenizer_sha256"] == hashlib.sha256(expected).hexdigest()
+    # Other windows are of the same tokens; another tokenizer's tokens of the same text are not.
+    shorter = report(evaluate(hf_model(), loss_task(metadata={"block_tokens": 8}), limit=1), "loss_lines")
+    assert (shorter["block_tokens"], shorter["tokenizer_sha256"]) == (8, first["tokenizer_sha256"])
+    other_tokenizer = tiny_tokenizer(["over and over again and over and over again , it was all over"] * 20)
+    other = report(evaluate(hf_model(tokenizer=other_tokenizer), loss_task(), limit=1), "loss_lines")
+    assert other["text_sha256"] == first["text_sha256"]
+    assert other["tokenizer_sha256"] != first["tokenizer_sha256"]
 
 
 def test_the_error_is_that_of_a_ratio_over_windows(corpus: str) -> None:

@@ -66,7 +66,7 @@ const {gridColumns} = (() => {
       {
         id: "rank",
         label: "Rank in group",
-        width: 88,
+        width: 100,
         value: ({rank}) => (rank ? rank.range[0] + rank.range[1] / 1e6 : undefined),
         show: ({rank}) =>
           rank && {
@@ -82,7 +82,7 @@ const {gridColumns} = (() => {
         value: ({loss}) => loss?.value,
         show: ({loss}) =>
           loss && {
-            text: loss.value.toFixed(4),
+            text: fixed(loss.value, 4),
             side: loss.hasStderr ? `± ${(1.96 * loss.stderr).toFixed(4)}` : "no interval",
             marks: loss.limit ? [{symbol: "†", title: `limited run: ${loss.limit}`}] : [],
           },

@@ -75,7 +75,7 @@ const {showCompare} = (() => {
       page.append(element("p", {class: "notice"}, "No task has a result of both."));
       return "Compare";
     }
-    const table = element("div");
+    const tableHost = element("div");
     const more = element("p");
     const documents = element("div");
     const chart = figure({
@@ -90,7 +90,7 @@ const {showCompare} = (() => {
       section(
         "Tasks",
         chart,
-        table,
+        tableHost,
         more,
         element(
           "p",
@@ -112,14 +112,8 @@ const {showCompare} = (() => {
         ...plotOptions(width, 64 + 22 * rows.length),
         marginLeft: left,
         marginTop: 8,
-        x: {label: "A less B, points of 100", labelAnchor: "center", labelArrow: "none", grid: true, nice: true},
-        y: {
-          label: null,
-          domain: labels,
-          type: "band",
-          tickSize: 0,
-          tickFormat: (id) => clip(names.get(id), Math.floor(left / 7.4)),
-        },
+        x: axisBelow("A less B, points of 100", {grid: true, nice: true}),
+        y: rowNames(labels, left, (id) => names.get(id)),
         marks: [
           Plot.ruleX([0], {strokeOpacity: 0.6}),
           Plot.ruleY(rows, {
@@ -175,9 +169,14 @@ const {showCompare} = (() => {
         element("span", {class: "interval"}, showInterval(cell.interval, column.bounded)),
         cell.limit !== null ? " †" : "",
       ];
-      const scrolled = table.firstElementChild?.scrollLeft ?? 0;
+      const table = tableHost.lastElementChild;
+      const scrolled = table?.scrollLeft ?? 0;
+      // Where no task compares and for one reason, it is said once.
+      const reasons = new Set(shared.map(({result}) => result?.refused));
+      const reason = reasons.size === 1 ? ([...reasons][0] ?? null) : null;
       fill(
-        table,
+        tableHost,
+        reason === null ? null : element("p", {class: "notice"}, "Not compared by document: ", reason, "."),
         dataTable(
           "Paired comparison",
           [
@@ -194,14 +193,9 @@ const {showCompare} = (() => {
           shared.map((entry) => {
             const {column, a, b, result} = entry;
             const left = [link(address("task", [column.id]), column.label), show(a, column), show(b, column)];
+            const without = (note) => [...left, ...Array(5).fill(""), note];
             if (!result)
-              return [
-                ...left,
-                "",
-                "",
-                "",
-                "",
-                "",
+              return without(
                 entry.busy
                   ? element("span", {class: "muted"}, "reading …")
                   : element(
@@ -209,17 +203,11 @@ const {showCompare} = (() => {
                       {type: "button", class: "button small", on: {click: () => run([entry])}},
                       "Compare documents",
                     ),
-              ];
+              );
             if (result.refused)
-              return [
-                ...left,
-                "",
-                "",
-                "",
-                "",
-                "",
-                element("span", {class: "muted small"}, "not compared: ", result.refused),
-              ];
+              return without(
+                reason === null ? element("span", {class: "muted small"}, "not compared: ", result.refused) : "",
+              );
             return [
               ...left,
               [
@@ -245,7 +233,7 @@ const {showCompare} = (() => {
           }),
         ),
       );
-      table.firstElementChild.scrollLeft = scrolled;
+      tableHost.lastElementChild.scrollLeft = scrolled;
       const rest = shared.filter(({result, busy}) => !result && !busy);
       fill(
         more,
@@ -389,11 +377,11 @@ const {showCompare} = (() => {
       "p",
       {},
       "Loss: A ",
-      element("b", {}, a.value.toFixed(4)),
+      element("b", {}, fixed(a.value, 4)),
       ", B ",
-      element("b", {}, b.value.toFixed(4)),
+      element("b", {}, fixed(b.value, 4)),
       ` ${axis.unit}. `,
-      `A less B: ${(a.value - b.value).toFixed(4).replace("-", MINUS)} ${known ? `± ${half.toFixed(4)}` : "(no interval)"}, `,
+      `A less B: ${fixed(a.value - b.value, 4)} ${known ? `± ${half.toFixed(4)}` : "(no interval)"}, `,
       element("bdi", {}, axis.label),
       ".",
     );

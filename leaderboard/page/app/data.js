@@ -197,10 +197,9 @@ const {Board, modelDetails} = (() => {
             );
         }
       }
-      const rank = {x: 0, b: 0, n: 1};
-      return [...axes.values()].sort(
-        (a, b) => rank[a.id[0]] - rank[b.id[0]] || b.loss.size - a.loss.size || (a.id < b.id ? -1 : 1),
-      );
+      // As `main_text` in compare.py: an exact excess loss resolves more, and comes first if nearly as many models have it.
+      const weight = ({id, loss}) => loss.size * {x: 4, b: 3, n: 0}[id[0]];
+      return [...axes.values()].sort((a, b) => weight(b) - weight(a) || (a.id < b.id ? -1 : 1));
     }
 
     /** A measure of flatness on one column, with the models that have it. */
@@ -221,7 +220,8 @@ const {Board, modelDetails} = (() => {
           const place = this.place.get(model);
           if (!of.has(place) || (of.get(place).limit && !limit)) of.set(place, {value, stderr, limit: limit ?? null});
         }
-      const preferred = ["hessian_trace", "fisher_trace"];
+      // Of two traces of one size the Fisher trace has the smaller error.
+      const preferred = ["fisher_trace", "hessian_trace"];
       const rank = ({measure}) => (preferred.includes(measure) ? preferred.indexOf(measure) : preferred.length);
       return [...kinds.values()].sort((a, b) => b.of.size - a.of.size || rank(a) - rank(b) || (a.id < b.id ? -1 : 1));
     }

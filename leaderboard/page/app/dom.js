@@ -2,7 +2,7 @@
 // of an attribute, never as markup.
 "use strict";
 
-const {element, fill, announce, link, visuallyHidden, clip} = (() => {
+const {element, fill, announce, link, breakable, visuallyHidden, clip} = (() => {
   const SVG = new Set(["svg", "path", "line", "circle", "rect", "g", "title"]);
 
   /**
@@ -46,7 +46,11 @@ const {element, fill, announce, link, visuallyHidden, clip} = (() => {
   }
 
   /** A link within the page; `bdi` keeps a name in a right-to-left script from turning its neighbours round. */
-  const link = (hash, text, properties = {}) => element("a", {href: hash, ...properties}, element("bdi", {}, text));
+  const link = (hash, text, properties = {}) =>
+    element("a", {href: hash, ...properties}, element("bdi", {}, breakable(text)));
+
+  /** A name that may be broken after its underscores and slashes, before it is broken anywhere. */
+  const breakable = (text) => text.split(/(?<=[_/])/).map((part, at) => [at ? element("wbr") : null, part]);
 
   const visuallyHidden = (text) => element("span", {class: "visually-hidden"}, text);
 
@@ -56,5 +60,5 @@ const {element, fill, announce, link, visuallyHidden, clip} = (() => {
     return characters.length <= length ? text : `${characters.slice(0, length - 1).join("")}…`;
   }
 
-  return {element, fill, announce, link, visuallyHidden, clip};
+  return {element, fill, announce, link, breakable, visuallyHidden, clip};
 })();

@@ -30,11 +30,12 @@ const {showFindings} = (() => {
       );
       return "Loss and flatness";
     }
+    const rank = (text) => board.axes.findIndex((axis) => axis.text === text);
     const texts = [
       ...new Map(
         all.map(({text}) => [text, board.losses.find((loss) => loss.text === text)?.text_label ?? text]),
       ).entries(),
-    ];
+    ].sort(([a], [b]) => rank(a) - rank(b));
     const measures = [
       ...new Map(
         all.map(({flatness_column: column, flatness_measure: measure}) => [
@@ -62,14 +63,14 @@ const {showFindings} = (() => {
         : coefficient.value === null
           ? element("span", {class: "muted small"}, coefficient.reason ?? "not known")
           : [
-              coefficient.value.toFixed(2).replace("-", MINUS),
+              fixed(coefficient.value, 2),
               " ",
               element(
                 "span",
                 {class: "interval"},
                 coefficient.low === null
                   ? "no interval"
-                  : `[${coefficient.low.toFixed(2).replace("-", MINUS)}, ${coefficient.high.toFixed(2).replace("-", MINUS)}]`,
+                  : `[${fixed(coefficient.low, 2)}, ${fixed(coefficient.high, 2)}]`,
                 coefficient.p_value === null
                   ? ""
                   : `, p ${coefficient.p_value < 0.001 ? "< 0.001" : coefficient.p_value.toFixed(3)}`,
@@ -108,14 +109,11 @@ const {showFindings} = (() => {
                     ...plotOptions(width, 70 + 54 * ids.length),
                     marginLeft: left,
                     marginTop: 8,
-                    x: {
+                    x: axisBelow("Rank correlation", {
                       domain: [-1, 1],
-                      label: "Rank correlation",
-                      labelAnchor: "center",
-                      labelArrow: "none",
                       grid: true,
                       tickFormat: (value) => String(value).replace("-", MINUS),
-                    },
+                    }),
                     fy: {
                       domain: ids,
                       label: null,

@@ -217,7 +217,7 @@ const {Grid} = (() => {
             tabindex: this.#isActive(-1, index) ? 0 : -1,
             data: {column: index},
           },
-          element("span", {class: "grid-label"}, element("bdi", {}, column.label)),
+          element("span", {class: "grid-label"}, element("bdi", {}, breakable(column.label))),
           element(
             "span",
             {class: "grid-unit"},

@@ -121,6 +121,9 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
     );
   }
 
+  /** The numbers behind a plot, for those who want or need them. */
+  const foldedTable = (...table) => element("details", {}, element("summary", {}, "Numbers"), dataTable(...table));
+
   const withInterval = (value, interval, bounded) => [
     showScore(value, bounded),
     " ",
@@ -161,7 +164,7 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
     const metric = (value) =>
       value && value[0] !== null
         ? [
-            value[0].toFixed(4),
+            fixed(value[0], 4),
             value[1] === null
               ? element("span", {class: "interval"}, " no interval")
               : element("span", {class: "interval"}, ` ± ${(1.96 * value[1]).toFixed(4)}`),
@@ -220,14 +223,8 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
                 ...plotOptions(width, 60 + 20 * bounded.length),
                 marginLeft: left,
                 marginTop: 8,
-                x: {label: "Score, %", labelAnchor: "center", labelArrow: "none", grid: true, domain: [0, 100]},
-                y: {
-                  label: null,
-                  domain: labels,
-                  tickSize: 0,
-                  tickFormat: (label) => clip(label, Math.floor(left / 7.4)),
-                  type: "band",
-                },
+                x: axisBelow("Score, %", {grid: true, domain: [0, 100]}),
+                y: rowNames(labels, left),
                 marks: [
                   Plot.ruleY(bounded, {y: (_, at) => labels[at], strokeOpacity: 0.08}),
                   Plot.tickX(
@@ -394,14 +391,8 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
             ...plotOptions(width, 60 + 22 * spreads.length),
             marginLeft: left,
             marginTop: 8,
-            x: {label: "Accuracy, %", labelAnchor: "center", labelArrow: "none", grid: true},
-            y: {
-              label: null,
-              domain: labels,
-              tickSize: 0,
-              tickFormat: (label) => clip(label, Math.floor(left / 7.4)),
-              type: "band",
-            },
+            x: axisBelow("Accuracy, %", {grid: true}),
+            y: rowNames(labels, left),
             marks: [
               Plot.ruleY(spreads, {
                 y: ({of}) => of[0].label,
@@ -474,13 +465,10 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
           swatches(labels.map((label, at) => [clip(label, 60), palette[at % palette.length]])),
           Plot.plot({
             ...plotOptions(width, 300),
-            x: {
-              label: "Layer",
-              labelAnchor: "center",
-              labelArrow: "none",
+            x: axisBelow("Layer", {
               tickFormat: "d",
               ticks: Math.min(12, Math.max(...points.map(({layer}) => layer))),
-            },
+            }),
             y: {label: "↑ Accuracy, %", labelArrow: "none", grid: true, nice: true},
             color: {type: "categorical", domain: labels, range: palette},
             marks: [
@@ -510,25 +498,20 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
           }),
         ],
       }),
-      element(
-        "details",
-        {},
-        element("summary", {}, "Numbers"),
-        dataTable(
-          "Accuracy by layer",
-          [
-            ["Probe"],
-            ["Layer", {number: true}],
-            ["Accuracy, %", {number: true}],
-            ["Cross-validation, %", {number: true}],
-          ],
-          points.map(({label, layer, accuracy, validation}) => [
-            label,
-            layer,
-            accuracy === null ? "" : percent(accuracy),
-            validation === null ? "" : percent(validation),
-          ]),
-        ),
+      foldedTable(
+        "Accuracy by layer",
+        [
+          ["Probe"],
+          ["Layer", {number: true}],
+          ["Accuracy, %", {number: true}],
+          ["Cross-validation, %", {number: true}],
+        ],
+        points.map(({label, layer, accuracy, validation}) => [
+          label,
+          layer,
+          accuracy === null ? "" : percent(accuracy),
+          validation === null ? "" : percent(validation),
+        ]),
       ),
     );
   }
@@ -604,10 +587,7 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
             ...plotOptions(width, 66 + 22 * kinds.length),
             marginLeft: left,
             marginTop: 6,
-            x: {
-              label: "Layer",
-              labelAnchor: "center",
-              labelArrow: "none",
+            x: axisBelow("Layer", {
               domain: layers.map(name),
               tickSize: 0,
               type: "band",
@@ -620,7 +600,7 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
                   : layers.length > 20 && at % 2
                     ? ""
                     : text,
-            },
+            }),
             y: {
               label: null,
               domain: kinds,
@@ -648,25 +628,20 @@ const {showModel, dataTable, definitions, section, marksOf} = (() => {
       {},
       element("p", {class: "inline-field"}, "Trace by module: ", select),
       chart,
-      element(
-        "details",
-        {},
-        element("summary", {}, "Numbers"),
-        dataTable(
-          "Trace by module",
-          [
-            ["Module"],
-            ["Layer", {number: true}],
-            ["Parameters", {number: true}],
-            ...measures.map((measure) => [measureName(measure), {number: true}]),
-          ],
-          parts.map(({layer, kind, size, traces}) => [
-            element("bdi", {}, kind),
-            name(layer),
-            showCount(size),
-            ...measures.map((measure) => (Number.isFinite(traces[measure]) ? significant(traces[measure], 4) : "")),
-          ]),
-        ),
+      foldedTable(
+        "Trace by module",
+        [
+          ["Module"],
+          ["Layer", {number: true}],
+          ["Parameters", {number: true}],
+          ...measures.map((measure) => [measureName(measure), {number: true}]),
+        ],
+        parts.map(({layer, kind, size, traces}) => [
+          element("bdi", {}, kind),
+          name(layer),
+          showCount(size),
+          ...measures.map((measure) => (Number.isFinite(traces[measure]) ? significant(traces[measure], 4) : "")),
+        ]),
       ),
     );
   }

@@ -4,6 +4,7 @@
 const {
   scoreInterval,
   wilson,
+  fixed,
   percent,
   significant,
   showScore,
@@ -36,7 +37,10 @@ const {
 
   const sign = (text) => text.replace("-", MINUS);
 
-  const percent = (value, digits = 1) => sign((100 * value).toFixed(digits).replace(/^-(0(\.0*)?)$/, "$1"));
+  /** So many digits after the point, with a true minus, and never -0. */
+  const fixed = (value, digits) => sign(value.toFixed(digits).replace(/^-(0(\.0*)?)$/, "$1"));
+
+  const percent = (value, digits = 1) => fixed(100 * value, digits);
 
   const SUPERSCRIPT = "⁰¹²³⁴⁵⁶⁷⁸⁹";
   const superscript = (number) =>
@@ -103,6 +107,7 @@ const {
   return {
     scoreInterval,
     wilson,
+    fixed,
     percent,
     significant,
     showScore,

@@ -208,7 +208,7 @@ const {makeScatter} = (() => {
                 [
                   clip(row.model.name, 60),
                   modelDetails(row.model),
-                  `loss ${row.loss.value.toFixed(4)}${row.loss.hasStderr ? ` ± ${(1.96 * row.loss.stderr).toFixed(4)}` : ""}`,
+                  `loss ${fixed(row.loss.value, 4)}${row.loss.hasStderr ? ` ± ${(1.96 * row.loss.stderr).toFixed(4)}` : ""}`,
                   `score ${showScore(row.downstream.value, bounded)} ${showInterval(row.downstream.interval, bounded)}`,
                   row.flatness ? `flatness ${significant(row.flatness.value)}` : "flatness not known",
                   row.group ? `loss group ${row.group.number}` : "in no loss group",

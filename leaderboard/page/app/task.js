@@ -187,7 +187,7 @@ const {showTasks, showTask} = (() => {
       if (!few) {
         return Plot.plot({
           ...plotOptions(width, 260),
-          x: {label, labelAnchor: "center", labelArrow: "none"},
+          x: axisBelow(label),
           y: {label: "↑ Models", labelArrow: "none", grid: true},
           marks: [
             Plot.rectY(
@@ -218,14 +218,8 @@ const {showTasks, showTask} = (() => {
         ...plotOptions(width, 64 + 21 * rows.length),
         marginLeft: left,
         marginTop: 18,
-        x: {label, labelAnchor: "center", labelArrow: "none", grid: true, nice: true},
-        y: {
-          label: null,
-          domain: keys,
-          type: "band",
-          tickSize: 0,
-          tickFormat: (id) => clip(names.get(id), Math.floor(left / 7.4)),
-        },
+        x: axisBelow(label, {grid: true, nice: true}),
+        y: rowNames(keys, left, (id) => names.get(id)),
         marks: [
           Plot.ruleX(chance, {strokeDasharray: "4 3", strokeOpacity: 0.7}),
           Plot.text(chance, {
@@ -358,7 +352,6 @@ const {showTasks, showTask} = (() => {
         return {name, values, median: values.length % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2};
       })
       .filter(({values}) => values.length);
-    const clipped = (left) => (name) => clip(name, Math.floor(left / 7.4));
     return section(
       "What each prompt gave",
       figure({
@@ -372,14 +365,8 @@ const {showTasks, showTask} = (() => {
             ...plotOptions(width, 60 + 26 * summary.length),
             marginLeft: left,
             marginTop: 8,
-            x: {label: "Accuracy, %", labelAnchor: "center", labelArrow: "none", grid: true},
-            y: {
-              label: null,
-              domain: summary.map(({name}) => name),
-              type: "band",
-              tickSize: 0,
-              tickFormat: clipped(left),
-            },
+            x: axisBelow("Accuracy, %", {grid: true}),
+            y: rowNames(summary.map(({name}) => name), left),
             marks: [
               Plot.dot(points, {
                 x: ({value}) => 100 * value,
