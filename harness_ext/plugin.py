@@ -8,16 +8,18 @@ the user's `--include_path`, so that a user's task of the same name wins.
 Every Python process of the environment runs that line. It imports nothing, so it costs a fraction of a millisecond,
 and a broken install of ours cannot be noticed by programs that do not use lm_eval.
 
-Where `.pth` files are not read (PYTHONPATH, `pip install --target`), `harness-ext run` calls `install`.
+Where `.pth` files are not read (PYTHONPATH, `pip install --target`), `harness-ext run` calls `install`. It also calls
+`spare_scans`, since lm_eval takes seconds to scan its own 14,000 tasks for names that are ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +27,7 @@ from typing import Any
 
 from harness_ext import resources
 
-__all__ = ["add_task_folder", "find_manager", "install"]
+__all__ = ["add_task_folder", "find_manager", "install", "spare_scans"]
 
 _MANAGER = "lm_eval.tasks.manager"
 _MARK = "_scans_harness_ext"
@@ -133,6 +135,52 @@ def add_task_folder(manager: ModuleType) -> None:
 
     setattr(scan_ours_too, _MARK, True)
     task_manager.__init__ = scan_ours_too
+
+
+@contextlib.contextmanager
+def spare_scans() -> Iterator[None]:
+    """Let `lm_eval run` scan our folder only where that is enough: all tasks are names that our folder has.
+
+    Such a name is ours in a full scan, too, where our folder comes after lm_eval's own. Patterns, paths and groups are looked
+    up in a full scan, and so is everything where the user includes another folder.
+    """
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    process_tasks = EvaluatorConfig.process_tasks
+
+    @functools.wraps(process_tasks)
+    def process_tasks_quickly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from lm_eval import tasks
+
+        task_manager = tasks.TaskManager
+
+        def manager(*, include_path: Any = None, **options: Any) -> Any:
+            if not include_path:
+                ours = task_manager(include_defaults=False, **options)
+                if _has_all(ours, self.tasks):
+                    return ours
+            return task_manager(include_path=include_path, **options)
+
+        tasks.TaskManager = manager
+        try:
+            return process_tasks(self, *args, **kwargs)
+        finally:
+            tasks.TaskManager = task_manager
+
+    EvaluatorConfig.process_tasks = process_tasks_quickly
+    try:
+        yield
+    finally:
+        EvaluatorConfig.process_tasks = process_tasks
+
+
+def _has_all(manager: Any, tasks: Any) -> bool:
+    """Whether what `--tasks` says are names of tasks and tags that a TaskManager knows."""
+    entries = [tasks] if isinstance(tasks, str) else tasks
+    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+        return False
+    names = [name for entry in entries for name in entry.split(",")]
+    return bool(names) and set(names) <= {*manager.all_subtasks, *manager.all_tags}
 
 
 def _folder_to_add(task_manager: Any, original: Callable[..., None]) -> Path | None:

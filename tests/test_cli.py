@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.value.code == 0
     text = capsys.readouterr().out
     for name in cli.COMMANDS:
-        assert f"\n    {name} " in text
+        assert re.search(rf"\n    {name}\s", text), name  # the longest stands on a line of its own
 
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "run"])
@@ -265,7 +266,7 @@ def test_cache_info_lists_models_and_sizes(root: Path, capsys: pytest.CaptureFix
     assert cli.main(["cache", "info"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     total = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    assert first == f"{root}: 2 models, {total / 1024:.1f} KiB"
+    assert first == f"{root}: 2 models, {total / 1024:.1f} KiB of at most 20.0 GiB"
     assert [[*line.split()[:3], *line.split()[-2:]] for line in rest] == [
         ["ab12", "3", "rows", "gpt2", "float32"],
         ["ac34", "1", "rows", "opt", "float32"],
@@ -298,7 +299,20 @@ def test_an_empty_cache_is_no_error(
     monkeypatch.setenv("HARNESS_EXT_CACHE", str(tmp_path / "none"))
     assert cli.main(["cache", "info"]) == 0
     assert cli.main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'none'}: 0 models, 0 B\n{tmp_path / 'none'}: freed 0 B\n"
+    assert capsys.readouterr().out == (
+        f"{tmp_path / 'none'}: 0 models, 0 B of at most 20.0 GiB\n{tmp_path / 'none'}: freed 0 B\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("1MiB", "of at most 1.0 MiB"), ("2000", "of at most 2.0 KiB"), ("off", ", without a limit")]
+)
+def test_cache_info_shows_the_limit(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str, said: str
+) -> None:
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", given)
+    assert cli.main(["cache", "info"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(said)
 
 
 @pytest.mark.parametrize("action", ["info", "clear"])

@@ -16,10 +16,11 @@ def add_parser(subparsers: Any) -> None:
         "cache",
         help="show or clear the stored states of models",
         description="States f(s) are kept on disk, so that a second run computes only what is missing. "
-        "HARNESS_EXT_CACHE names the folder; HARNESS_EXT_CACHE=off keeps nothing.",
+        "HARNESS_EXT_CACHE names the folder; HARNESS_EXT_CACHE=off keeps nothing. HARNESS_EXT_CACHE_LIMIT is the size, such as "
+        "50GB or off, beyond which the states that were not used for longest are removed.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    show = actions.add_parser("info", help="list the stored models and their sizes")
+    show = actions.add_parser("info", help="list the stored models, their sizes and the limit")
     show.set_defaults(func=info)
     delete = actions.add_parser("clear", help="delete the stored states")
     delete.add_argument(
@@ -29,15 +30,24 @@ def add_parser(subparsers: Any) -> None:
 
 
 def info(args: argparse.Namespace) -> int:
-    """Print one line for each model in the store."""
+    """Print the size of the store and its limit, and one line for each model.
+
+    Raises:
+        ValueError: If `HARNESS_EXT_CACHE_LIMIT` has no size.
+    """
     from harness_ext.engine import store
 
     root = store.cache_root()
     if root is None:
         print(_OFF)
         return 0
-    entries = store.cache_info(root)
-    print(f"{root}: {_count(len(entries), 'model')}, {_size(sum(entry.bytes for entry in entries))}")
+    entries, limit = store.cache_info(root), store.cache_limit()
+    size = _size(sum(entry.bytes for entry in entries))
+    print(
+        f"{root}: {_count(len(entries), 'model')}, {size} of at most {_size(limit)}"
+        if limit is not None
+        else f"{root}: {_count(len(entries), 'model')}, {size}, without a limit"
+    )
     for entry in entries:
         print(f"  {entry.fingerprint}  {entry.rows:>9,} rows  {_size(entry.bytes):>9}  {entry.description}")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from typing import Any
 
 __all__ = ["add_parser", "run"]
@@ -42,15 +41,16 @@ def run(args: argparse.Namespace) -> int:
     saved = sys.argv
     sys.argv = ["lm-eval", *arguments]  # lm_eval's parser reads nothing else
     try:
-        cli_evaluate()
+        with plugin.spare_scans():
+            cli_evaluate()
     except SystemExit as done:
         if done.code is None or isinstance(done.code, int):
             return done.code or 0
         print(done.code, file=sys.stderr)
         return 1
     except Exception:
-        # Not left to main: where `lm_eval` shows a traceback and status 1, so does this.
-        traceback.print_exc()
+        # Not left to main: where `lm_eval` shows a traceback and status 1, so does this. Of several processes one shows it.
+        sys.excepthook(*sys.exc_info())
         return 1
     finally:
         sys.argv = saved

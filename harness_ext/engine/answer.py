@@ -1,24 +1,30 @@
-"""One pass over all prompts of all tasks: encode, deduplicate, look up, forward what is missing, read out, answer."""
+"""One pass over all prompts of all tasks: encode, deduplicate, look up, forward what is missing, read out, answer.
+
+The processes of a job make the same plan of all prompts, compute the portions of it that are theirs, and send what tasks asked
+for to rank 0. The plan does not depend on how many they are, so neither does any number; see `plan`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from harness_ext.contracts import ALL_LAYERS, LAST_LAYER, Feature, PromptRequest, PromptStates, TokenStates
-from harness_ext.engine.forward import BatchStates, LastStateModel, is_out_of_memory
-from harness_ext.engine.plan import SequenceTable, Tree, make_batches, share_prefixes
+from harness_ext.engine.forward import WAYS, BatchStates, LastStateModel, is_out_of_memory
+from harness_ext.engine.plan import Portion, SequenceTable, Tree, make_batches, make_portions, share_prefixes
 from harness_ext.engine.store import FeatureStore
 from harness_ext.engine.tokens import PromptEncoder
+from harness_ext.ranks import ALONE, Lockstep, Progress, Ranks, share_out
 
 __all__ = ["RunSummary", "answer_requests"]
 
@@ -52,6 +58,8 @@ class RunSummary:
         sharing: How common beginnings were shared: "packed", "cached" or "separate" (see `engine.forward`), several joined by
             " and "; "none" where no two sequences begin alike.
         padding: Padding tokens forwarded.
+        processes: Ranks that shared the work.
+        busiest_share: Share of all tokens, padding included, that the busiest of them forwarded: at best 1 / processes.
         cut_prompts: Prompts whose document was cut to fit the model's context.
         seconds: Wall-clock time of the pass, encoding and readout included.
     """
@@ -66,6 +74,8 @@ class RunSummary:
     separate_tokens: int
     sharing: str
     padding: int
+    processes: int
+    busiest_share: float
     cut_prompts: int
     seconds: float
 
@@ -75,17 +85,24 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types, with `tokens_per_second`."""
-        rounded = {"seconds": round(self.seconds, 3), "tokens_per_second": round(self.tokens_per_second, 1)}
+        rounded = {
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "busiest_share": round(self.busiest_share, 4),
+        }
         return asdict(self) | rounded
 
     def __str__(self) -> str:
         continuations = f" + {self.word_continuations:,} word continuations" if self.word_continuations else ""
         shared = f" instead of {self.separate_tokens:,} ({self.sharing} prefixes)" if self.sharing != "none" else ""
+        processes = ""
+        if self.processes > 1:
+            processes = f"; {self.processes} processes, the busiest with {self.busiest_share:.1%} of the tokens"
         cut = f"; {self.cut_prompts:,} documents cut to fit the context" if self.cut_prompts else ""
         return (
             f"prompts: {self.prompts:,} asked, {self.distinct_prompts:,} distinct{continuations}, "
             f"{self.from_store:,} from the store, {self.forwarded:,} forwarded; {self.tokens:,} tokens{shared} in "
-            f"{self.seconds:.1f} s ({self.tokens_per_second:,.0f} tokens/s){cut}"
+            f"{self.seconds:.1f} s ({self.tokens_per_second:,.0f} tokens/s){processes}{cut}"
         )
 
 
@@ -119,6 +136,18 @@ class StateTable:
         for start in range(0, len(kept), PUT_ROWS):
             rows = kept[start : start + PUT_ROWS]
             self._values[feature][position[rows]] = vectors[torch.from_numpy(rows)].float().numpy()
+
+    def to_first(self, sequences: Sequence[int], ranks: Ranks) -> None:
+        """Send the vectors of sequences that this rank has computed to rank 0; other ranks keep none."""
+        for feature, of_all in sorted(self._position.items(), key=lambda item: str(item[0])):
+            position = of_all[np.array(sequences, dtype=np.int64)]
+            mine = self._values.get(feature, np.empty((0, 0), dtype=np.float32))
+            for places, vectors in ranks.to_first(position[position >= 0], mine):
+                if feature not in self._values:
+                    self._values[feature] = np.empty((int(of_all.max()) + 1, vectors.shape[1]), dtype=np.float32)
+                self._values[feature][places] = vectors
+        if not ranks.is_first:
+            self._values.clear()
 
     def take(self, rows: Sequence[int], feature: Feature) -> np.ndarray:
         """Return float32 of shape (len(rows), d), not to be written to: a copy only where the rows are scattered."""
@@ -185,6 +214,10 @@ def _batches_in_order(rows: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tupl
         yield rows[start:]
 
 
+States = tuple[list[int], Tensor]
+"""Sequences and their f(s), of shape (S, d)."""
+
+
 class _Pass:
     """The state of one pass; see `answer_requests`.
 
@@ -217,11 +250,13 @@ class _Pass:
         self.tokens_wanted = self._tokens_of_sequences()
         self.starts = np.cumsum([0, *map(len, self.tokens_wanted)])
         self.log_probs = np.full(self.starts[-1], np.nan)
-        self.is_read = np.zeros(len(self.table), dtype=bool)
-        # Of each sequence, the vectors wanted: states, f(s) among them, and mixtures that are still to be made of it.
+        # Of each sequence, the vectors wanted: states, f(s) among them, and mixtures, some of which are still to be made of it.
         self.states_wanted, self.mixtures_wanted = self._features_of_sequences()
+        self._mixtures_left = list(self.mixtures_wanted)
         self.states = StateTable(self._sequences_of_features(), len(self.table), model, encoder)
-        self._unread: list[tuple[list[int], Tensor]] = []
+        # States from the store that are still to be read out, and the row of each sequence among them.
+        self._stored_row, self._stored_states = np.empty(0, dtype=np.int64), torch.empty(0)
+        self.finished: list[int] = []
 
     def _shared(self, value: Any) -> Any:
         return self._interned.setdefault(value, value)
@@ -264,9 +299,8 @@ class _Pass:
         for request, prompt in enumerate(self.prompt_of):
             features = self._features(request)
             mixed = {feature for feature in features if feature.mixture}
-            plain = {feature for feature in features if not feature.mixture}
-            if mixed or not plain:
-                plain.add(F_OF_S)
+            # f(s) of every sequence is computed and stored, and by it a batch is known to be stored as a whole.
+            plain = {F_OF_S, *(feature for feature in features if not feature.mixture)}
             states[prompt] = self._shared(states[prompt] | plain)
             mixtures[prompt] = self._shared(mixtures[prompt] | mixed)
         return states, mixtures
@@ -278,29 +312,53 @@ class _Pass:
                 result.setdefault(feature, {})[prompt] = None
         return {feature: list(sequences) for feature, sequences in result.items()}
 
-    def look_up(self) -> list[int]:
-        """Take what the store has; return the sequences that are missing a wanted state."""
-        is_missing = np.zeros(len(self.table), dtype=bool)
-        for feature in _sorted(self.mixtures_wanted):
-            found, vectors = self._stored(feature, self.mixtures_wanted)
-            self.states.put(found, feature, vectors)
-            self._have_mixture(found, feature)
-        for feature in _sorted(self.states_wanted):
-            found, vectors = self._stored(feature, self.states_wanted)
-            self.states.put(found, feature, vectors)
-            # After the mixtures, so that those from the store are not made again.
-            if feature == F_OF_S:
-                self._read_out_later(found, vectors)
-            missing = np.array([feature in features for features in self.states_wanted], dtype=bool)
-            missing[found] = False
-            is_missing |= missing
-        self.read_out()
-        return np.flatnonzero(is_missing).tolist()
+    def digest(self) -> str:
+        """What ranks that share this pass out must have in common."""
+        text = blake2b(b"".join(self.table.keys), digest_size=16)
+        for values in (self.prompt_of, self.tokens_wanted, [sorted(map(str, wanted)) for wanted in self._wanted()]):
+            text.update(repr(values).encode())
+        return text.hexdigest()
 
-    def _stored(self, feature: Feature, wanted: Sequence[frozenset[Feature]]) -> tuple[list[int], Tensor]:
-        if self.store is None:
+    def _wanted(self) -> list[frozenset[Feature]]:
+        return [states | mixtures for states, mixtures in zip(self.states_wanted, self.mixtures_wanted, strict=True)]
+
+    # ------------------------------------------------------------------------------------------------ the store
+
+    def find_stored(self) -> np.ndarray:
+        """Which sequences the store of this process has every state of, bool of shape (n,)."""
+        complete = np.ones(len(self.table), dtype=bool)
+        for feature in _sorted(self.states_wanted):
+            asked = [sequence for sequence, features in enumerate(self.states_wanted) if feature in features]
+            found, _ = self._stored(feature, asked)
+            missing = np.zeros(len(self.table), dtype=bool)
+            missing[asked] = True
+            missing[found] = False
+            complete &= ~missing
+        return complete
+
+    def take_stored(self, sequences: Sequence[int]) -> np.ndarray:
+        """Take what the store has of sequences; returns which of all it has every state of, bool of shape (n,)."""
+        complete = np.zeros(len(self.table), dtype=bool)
+        complete[sequences] = True
+        for wanted in (self.mixtures_wanted, self.states_wanted):
+            for feature in _sorted(wanted):
+                asked = [sequence for sequence in sequences if feature in wanted[sequence]]
+                found, vectors = self._stored(feature, asked)
+                self.states.put(found, feature, vectors)
+                if feature.mixture:
+                    self._have_mixture(found, feature)
+                    continue
+                if feature == F_OF_S:
+                    self._stored_row = _positions(found, len(self.table))
+                    self._stored_states = vectors
+                missing = _positions(asked, len(self.table)) >= 0
+                missing[found] = False
+                complete &= ~missing
+        return complete
+
+    def _stored(self, feature: Feature, sequences: Sequence[int]) -> tuple[Sequence[int], Tensor]:
+        if self.store is None or not len(sequences):
             return [], torch.empty(0)
-        sequences = [sequence for sequence, features in enumerate(wanted) if feature in features]
         mask, raw = self.store.get(feature, [self.table.keys[sequence] for sequence in sequences])
         if raw is None:
             return [], torch.empty(0)
@@ -308,23 +366,45 @@ class _Pass:
 
     def _have_mixture(self, sequences: Sequence[int], feature: Feature) -> None:
         for sequence in sequences:
-            self.mixtures_wanted[sequence] = self._shared(self.mixtures_wanted[sequence] - {feature})
+            self._mixtures_left[sequence] = self._shared(self._mixtures_left[sequence] - {feature})
 
-    def forward(self, batch: Sequence[Tree]) -> None:
-        """Forward a batch; its states go to the store and to the tasks, its log-probabilities are read out."""
-        wanted = {feature for tree in batch for sequence in tree.sequences for feature in self.states_wanted[sequence]}
-        for sequences, vectors in _split_to_memory(self.model, batch, self.table.token_ids, sorted(wanted, key=str)):
-            for feature, values in vectors.items():
-                rows = [
-                    row
-                    for row, sequence in enumerate(sequences)
-                    if feature in self.states_wanted[sequence] or feature == F_OF_S
-                ]
+    # ---------------------------------------------------------------------------------------------- the portions
+
+    def features_of(self, batch: Sequence[Tree]) -> list[Feature]:
+        """Vectors wanted of a batch, in an order that depends on nothing but their names."""
+        return _sorted([self.states_wanted[sequence] for tree in batch for sequence in tree.sequences])
+
+    def forward(self, batch: Sequence[Tree]) -> list[States]:
+        """Forward a batch; its vectors go to the store and to the tasks. Returns f(s), to be read out."""
+        found = []
+        for sequences, vectors in _split_to_memory(self.model, batch, self.table.token_ids, self.features_of(batch)):
+            # f(s) last: where the store has it, it has the others.
+            for feature in sorted(vectors, key=lambda feature: (feature == F_OF_S, str(feature))):
+                rows = [row for row, sequence in enumerate(sequences) if feature in self.states_wanted[sequence]]
                 if rows:
-                    self._keep([sequences[row] for row in rows], feature, values[rows])
-            self._read_out_later(sequences, vectors[F_OF_S])
-        if sum(len(sequences) for sequences, _ in self._unread) >= READOUT_ROWS:
-            self.read_out()
+                    everything = len(rows) == len(sequences)
+                    values = vectors[feature] if everything else vectors[feature][rows]
+                    self._keep([sequences[row] for row in rows], feature, values)
+            found.append((sequences, vectors[F_OF_S]))
+        return found
+
+    def finish(self, portion: Portion, forwarded: list[States]) -> None:
+        """Read out the states of a portion, of which some were forwarded."""
+        if portion.stored:
+            places = torch.from_numpy(self._stored_row[list(portion.stored)])
+            forwarded = [*forwarded, (list(portion.stored), self._stored_states[places])]
+        # By their number, since a batch that was forwarded has them in another order than the store.
+        sequences = np.concatenate([of_block for of_block, _ in forwarded])
+        order = np.argsort(sequences)
+        vectors = torch.cat([of_block for _, of_block in forwarded])[torch.from_numpy(order)]
+        by_mixtures: dict[frozenset[Feature], list[int]] = {}
+        for row, sequence in enumerate(sequences[order].tolist()):
+            by_mixtures.setdefault(self.mixtures_wanted[sequence], []).append(row)
+        for _, waiting in sorted(by_mixtures.items(), key=lambda item: item[1]):
+            for start in range(0, len(waiting), READOUT_ROWS):
+                rows = waiting[start : start + READOUT_ROWS]
+                self._read_out(sequences[order][rows].tolist(), vectors[rows])
+        self.finished += sequences.tolist()
 
     def _keep(self, sequences: Sequence[int], feature: Feature, vectors: Tensor) -> None:
         finite = torch.isfinite(vectors).all(dim=1)
@@ -338,34 +418,12 @@ class _Pass:
         if self.store is not None:
             self.store.add(feature, [self.table.keys[sequence] for sequence in sequences], _to_raw(vectors))
 
-    def _read_out_later(self, sequences: Sequence[int], vectors: Tensor) -> None:
-        rows = [
-            row
-            for row, sequence in enumerate(sequences)
-            if (self.tokens_wanted[sequence] and not self.is_read[sequence]) or self.mixtures_wanted[sequence]
-        ]
-        if rows:
-            everything = len(rows) == len(vectors)
-            self._unread.append(([sequences[row] for row in rows], vectors if everything else vectors[rows]))
-
-    def read_out(self) -> None:
-        """Turn collected states into log-probabilities and mixtures."""
-        if not self._unread:
-            return
-        sequences = [sequence for of_block, _ in self._unread for sequence in of_block]
-        blocks = [vectors for _, vectors in self._unread]
-        vectors = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        self._unread.clear()
-        by_mixtures: dict[frozenset[Feature], list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            by_mixtures.setdefault(self.mixtures_wanted[sequence], []).append(row)
-        for mixtures, waiting in by_mixtures.items():
-            for start in range(0, len(waiting), READOUT_ROWS):
-                rows = waiting[start : start + READOUT_ROWS]
-                self._read_out([sequences[row] for row in rows], vectors[rows], sorted(mixtures, key=str))
-
-    def _read_out(self, sequences: Sequence[int], vectors: Tensor, mixtures: Sequence[Feature]) -> None:
+    def _read_out(self, sequences: Sequence[int], vectors: Tensor) -> None:
+        """Turn states into log-probabilities and mixtures, where any of either is wanted."""
         tokens = [self.tokens_wanted[sequence] for sequence in sequences]
+        mixtures = _sorted([self._mixtures_left[sequence] for sequence in sequences])
+        if not mixtures and not any(tokens):
+            return
         found, mixed = self.model.readout.read(vectors, tokens, [feature.mixture for feature in mixtures])
         # In one array: a small one for each sequence would take more memory than its numbers.
         values = torch.cat(found).double().numpy()
@@ -375,10 +433,19 @@ class _Pass:
             raise ValueError(f"{self._where(sequence)} has log-probabilities that are not numbers. {PRECISION_HINT}")
         for sequence, first, last in zip(sequences, bounds, bounds[1:], strict=False):
             self.log_probs[self.starts[sequence] : self.starts[sequence + 1]] = values[first:last]
-        self.is_read[sequences] = True
         for feature in mixtures:
-            self._keep(sequences, feature, mixed[feature.mixture])
-            self._have_mixture(sequences, feature)
+            rows = [row for row, sequence in enumerate(sequences) if feature in self._mixtures_left[sequence]]
+            left = [sequences[row] for row in rows]
+            self._keep(left, feature, mixed[feature.mixture][rows])
+            self._have_mixture(left, feature)
+
+    def exchange(self, ranks: Ranks) -> None:
+        """Give log-probabilities to all ranks, and what tasks asked for to rank 0."""
+        if ranks.is_alone:
+            return
+        # Each was read by one rank. -inf is a log-probability.
+        self.log_probs = ranks.sum(np.where(np.isnan(self.log_probs), 0.0, self.log_probs))
+        self.states.to_first(self.finished, ranks)
 
     def _where(self, sequence: int) -> str:
         prompt = self.continued_from.get(sequence, sequence)
@@ -430,6 +497,8 @@ def answer_requests(
     batch_cost: int = 0,
     documents: Sequence[int] | None = None,
     progress: bool = True,
+    ranks: Ranks = ALONE,
+    lockstep: Lockstep | None = None,
 ) -> tuple[list[PromptStates], RunSummary]:
     """Answer all requests with one forward of each distinct sequence that the store does not have.
 
@@ -444,13 +513,17 @@ def answer_requests(
         batch_cost: What one more batch costs, in tokens; see `plan.make_batches`.
         documents: How many documents each request completes, for the progress bar; None: one each.
         progress: Whether to show the bar.
+        ranks: The processes that share the work, all of which call this with the same requests. Log-probabilities come to all
+            of them, vectors to rank 0.
+        lockstep: What makes the forward passes of a model that is spread over the ranks; None: each rank has all of it.
 
     Returns:
-        One answer a request, in order, and what was done.
+        One answer a request, in order, and what was done by all ranks.
 
     Raises:
         ValueError: If a state is not finite, a prompt does not fit the context, or a layer does not exist.
         TypeError: If a mixture is asked for and the model's output embedding is not affine.
+        RuntimeError: If ranks have different requests.
     """
     started = time.perf_counter()
     if any(feature.mixture for request in requests for feature in request.features):
@@ -459,36 +532,105 @@ def answer_requests(
     table, weights = work.table, documents if documents is not None else [1] * len(requests)
     documents_of = np.zeros(len(table), dtype=np.int64)
     np.add.at(documents_of, work.prompt_of, weights)
+    limits: dict[str, Any] = {"max_rows": max_rows, "max_tokens": max_tokens, "batch_cost": batch_cost}
+    together = lockstep.work if lockstep is not None else contextlib.nullcontext
     try:
-        missing = work.look_up()
-        trees = share_prefixes(table.token_ids, missing)
-        batches = make_batches(trees, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost)
-        total = int(documents_of.sum())
-        left = int(documents_of[missing].sum())
-        bar = tqdm(total=total, initial=total - left, unit="doc", desc="One pass", disable=not progress, smoothing=0.1)
+        ranks.check_same(work.digest() if not ranks.is_alone else "", "prompts")
+        everything = range(len(table))
+        # Several ranks look first, and take what is theirs once they know what is.
+        mine = work.take_stored(everything) if ranks.is_alone else work.find_stored()
+        where = ranks.gather_flags(mine)
+        is_stored = np.logical_or.reduce(where)
+        portions = make_portions(table.token_ids, is_stored, **limits, max_sequences=READOUT_ROWS)
+        proofs = [] if ranks.is_alone else _proofs(work, portions)
+        rank_of = _ranks_of(portions, where, of_first={portion for portion, _ in proofs})
+        portions = [portion for portion, rank in zip(portions, rank_of, strict=True) if rank == ranks.rank]
+        if not ranks.is_alone:
+            mine = work.take_stored([sequence for portion in portions for sequence in portion.stored])
+        bar = Progress(
+            ranks,
+            total=int(documents_of.sum()),
+            initial=int(documents_of[is_stored].sum()),
+            unit="doc",
+            desc="One pass",
+            shown=progress,
+            smoothing=0.1,
+        )
+
+        def forward(batch: Sequence[Tree]) -> list[States]:
+            found = work.forward(batch)
+            done = [sequence for sequences, _ in found for sequence in sequences]
+            bar.update(int(documents_of[done][~is_stored[done]].sum()))
+            return found
+
         with bar:
-            for batch in batches:
-                work.forward(batch)
-                bar.update(int(documents_of[[sequence for tree in batch for sequence in tree.sequences]].sum()))
-            work.read_out()
+            early: dict[int, list[States]] = {}
+            if proofs:
+                with together():
+                    for _, batch in proofs if ranks.is_first else ():
+                        early[id(batch)] = forward(batch)
+                model.adopt_proofs(ranks.share(model.proofs())[0])
+            with together():
+                for portion in portions:
+                    # What the store has lost since, or another rank's store had only.
+                    lost = [sequence for sequence in portion.stored if not mine[sequence]]
+                    batches = [*portion.batches, *make_batches(share_prefixes(table.token_ids, lost), **limits)]
+                    found = [states for batch in batches for states in early.pop(id(batch), None) or forward(batch)]
+                    kept = tuple(sequence for sequence in portion.stored if mine[sequence])
+                    work.finish(Portion(tuple(batches), kept), found)
+            bar.finish()
+        work.exchange(ranks)
     finally:
         if store is not None:
             store.close()
+    of_ranks = ranks.share([model.counts.tokens, model.counts.padding, list(model.counts.ways)])
+    computed = [tokens + padding for tokens, padding, _ in of_ranks]
+    ways = {way for *_, of_rank in of_ranks for way in of_rank}
+    num_stored = int(is_stored.sum())
     summary = RunSummary(
         documents=sum(weights),
         prompts=len(requests),
         distinct_prompts=work.distinct_prompts,
         word_continuations=len(table) - work.distinct_prompts,
-        from_store=len(table) - len(missing),
-        forwarded=len(missing),
-        tokens=model.counts.tokens,
-        separate_tokens=sum(len(table.token_ids[sequence]) for sequence in missing),
-        sharing=" and ".join(model.counts.ways) or "none",
-        padding=model.counts.padding,
+        from_store=num_stored,
+        forwarded=len(table) - num_stored,
+        tokens=sum(tokens for tokens, *_ in of_ranks),
+        separate_tokens=sum(len(table.token_ids[sequence]) for sequence in np.flatnonzero(~is_stored)),
+        sharing=" and ".join(way for way in WAYS if way in ways) or "none",
+        padding=sum(padding for _, padding, _ in of_ranks),
+        processes=ranks.size,
+        busiest_share=max(computed) / sum(computed) if sum(computed) else 1 / ranks.size,
         cut_prompts=sum(cut > 0 for cut in work.cut_tokens),
         seconds=time.perf_counter() - started,
     )
     return work.answers(), summary
+
+
+def _proofs(work: _Pass, portions: Sequence[Portion]) -> list[tuple[int, tuple[Tree, ...]]]:
+    """The batches, with their portions, that prove whether a way of sharing is exact: the first of each kind."""
+    found: dict[tuple[str, bool], tuple[int, tuple[Tree, ...]]] = {}
+    for place, portion in enumerate(portions):
+        for batch in portion.batches:
+            kind = work.model.kind_of(batch, work.table.token_ids, work.features_of(batch))
+            if kind is not None:
+                found.setdefault(kind, (place, batch))
+    return list(found.values())
+
+
+def _ranks_of(portions: Sequence[Portion], where: np.ndarray, *, of_first: Collection[int]) -> list[int]:
+    """Which rank has each portion: one that has most of what is stored of it, and as few tokens as the others.
+
+    Args:
+        portions: All of them.
+        where: What each rank's store has, bool of shape (ranks, n).
+        of_first: Portions that rank 0 has to compute.
+    """
+    size = len(where)
+    possible: list[Sequence[int]] = []
+    for place, portion in enumerate(portions):
+        has = where[:, list(portion.stored)].sum(axis=1)
+        possible.append([0] if place in of_first else np.flatnonzero(has == has.max()).tolist())
+    return share_out([portion.cost for portion in portions], size, possible=possible)
 
 
 def _positions(sequences: Sequence[int], num_sequences: int) -> np.ndarray:

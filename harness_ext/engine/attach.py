@@ -6,26 +6,41 @@ its relatives) answer with the engine. Any other model answers label words by it
 and has no states: `attach` also wraps `lm_eval.evaluator.evaluate`, which is where the model and the tasks are first known
 together, so that a task that needs states stops there, before any model work. The wrapper adds what the engine did, and what
 our tasks have to say together, to the results as `results["harness_ext"]`. Last, lm_eval gives a standard error to a fixed
-list of aggregations only; `attach` lets an aggregation bring its own.
+list of aggregations only; `attach` lets an aggregation bring its own. And where lm_eval cannot save results it only logs a
+warning and ends with status 0; results of ours that are not there afterwards are an error.
+
+Where accelerate or torchrun has started several processes, the wrapper gives the model its place among all of them, which
+lm_eval leaves out on the CPU and takes for that on its node elsewhere; `ranks` says how the work is shared.
 
 The other place that patches lm_eval is `harness_ext.plugin`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import glob
+import json
 import logging
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lm_eval import evaluator, evaluator_utils
+from lm_eval.api import task as lm_eval_task
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM, CachingLM
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.utils import make_table
 
 from harness_ext import __version__
 from harness_ext.contracts import PromptRequest, PromptStates, WindowAnswer, WindowRequest
+from harness_ext.ranks import ALONE, Lockstep, Ranks, end_together, share_out, show_first_error_only
 
 __all__ = ["FLATNESS_REQUEST_TYPE", "LOSS_REQUEST_TYPE", "REQUEST_TYPE", "attach", "gives_states"]
 
@@ -40,6 +55,12 @@ SUMMARIES = "_harness_ext_summaries"
 
 CACHE = "_harness_ext_cache"
 """Attribute of a model: lm_eval's wrapper that remembers its responses (--use_cache), or the model itself."""
+
+RANKS = "_harness_ext_ranks"
+"""Attribute of a model: the processes that share the work of the current run, where they are several."""
+
+LOCKSTEP = "_harness_ext_lockstep"
+"""Attribute of a model that is spread over the ranks: what makes its forward passes in the current run."""
 
 CPU_TOKENS = 4096
 GPU_TOKENS = 16384
@@ -59,11 +80,19 @@ def attach() -> None:
     """Patch lm_eval; calling it again changes nothing."""
     if getattr(LM, REQUEST_TYPE, None) is prompt_states:
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        show_first_error_only()
+        if os.environ.get("RANK") != "0":
+            # All ranks make the same tasks, which rank 0 speaks of.
+            for name in ("tasks", "flatness"):
+                logging.getLogger(f"lm_eval.harness_ext.{name}").setLevel(logging.ERROR)
     setattr(LM, REQUEST_TYPE, prompt_states)
     setattr(LM, LOSS_REQUEST_TYPE, window_losses)
     setattr(LM, FLATNESS_REQUEST_TYPE, window_flatness)
     evaluator.evaluate = _checked(evaluator.evaluate)
     evaluator_utils.stderr_for_metric = _with_own_stderr(evaluator_utils.stderr_for_metric)
+    EvaluationTracker.save_results_aggregated = _checked_results(EvaluationTracker.save_results_aggregated)
+    EvaluationTracker.save_results_samples = _checked_samples(EvaluationTracker.save_results_samples)
 
 
 def gives_states(lm: Any) -> bool:
@@ -97,13 +126,20 @@ def window_losses(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]:
     asked = [WindowRequest.from_argument(request.args[1]) for request in requests]
     model = lm.lm if isinstance(lm, CachingLM) else lm
     max_rows, max_tokens = _batch_limits(model)
-    nats = window_nats(
-        [(window.tokens, window.targets) for window in asked],
-        model=_last_state_model(model),
-        max_rows=max_rows,
-        max_tokens=max_tokens,
-        progress=model.rank == 0,
-    )
+    store, _ = _open_store(model)
+    try:
+        nats = window_nats(
+            [(window.tokens, window.targets) for window in asked],
+            model=_last_state_model(model),
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            ranks=_ranks(model),
+            lockstep=getattr(model, LOCKSTEP, None),
+            store=store,
+        )
+    finally:
+        if store is not None:
+            store.close()
     return [
         WindowAnswer({"loss": of_window / len(window.targets)}) for of_window, window in zip(nats, asked, strict=True)
     ]
@@ -118,6 +154,11 @@ def window_flatness(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]
     from harness_ext.flatness.run import Block, measure
 
     model = lm.lm if isinstance(lm, CachingLM) else lm
+    if hasattr(model, LOCKSTEP):
+        raise TypeError(
+            "flatness: the model's weights are spread over processes, and derivatives need all of them in each. Start one "
+            "process, or as many as hold a copy of the model each."
+        )
     asked = [WindowRequest.from_argument(request.args[1]) for request in requests]
     of_tasks: dict[str, list[WindowRequest]] = {}
     for request, window in zip(requests, asked, strict=True):
@@ -126,7 +167,7 @@ def window_flatness(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]
     for task, windows in of_tasks.items():
         options: dict[str, Any] = dict(windows[0].options or {})
         options |= {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-        # Ranks are padded with a window that was asked for already.
+        # A window is asked for as often as the task's `repeats` say.
         blocks = {window.number: Block(window.tokens, window.targets, window.number) for window in windows}
         runs[task] = measure(
             model.model,
@@ -134,7 +175,7 @@ def window_flatness(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]
             FlatnessOptions(**options),
             device=model.device,
             max_tokens=BACKWARD_TOKENS,
-            progress=model.rank == 0,
+            ranks=_ranks(model),
         )
     answers = []
     for request, window in zip(requests, asked, strict=True):
@@ -153,25 +194,32 @@ def _batch_limits(lm: Any) -> tuple[int, int]:
 def _last_state_model(lm: Any) -> Any:
     from harness_ext.engine.forward import LastStateModel
 
-    return LastStateModel(lm.model, device=lm.device, autocast_dtype=lm.mixed_precision_dtype)
+    return LastStateModel(_module(lm), device=lm.device, autocast_dtype=lm.mixed_precision_dtype)
+
+
+def _open_store(lm: Any) -> tuple[Any, str | None]:
+    """The model's store and fingerprint; None where there is none."""
+    from harness_ext.engine.fingerprint import model_fingerprint
+    from harness_ext.engine.store import FeatureStore, cache_root
+
+    root = cache_root()
+    if root is None or hasattr(lm, LOCKSTEP):  # of a part of the weights there is none
+        return None, None
+    fingerprint = model_fingerprint(lm.model, autocast_dtype=lm.mixed_precision_dtype)
+    if fingerprint is None:
+        return None, None
+    name = lm.pretrained if isinstance(lm.pretrained, str) else type(lm.model).__name__
+    dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+    return FeatureStore(root, fingerprint, description=f"{name} ({dtype})"), fingerprint
 
 
 def _answer_with_engine(
     lm: Any, instances: Sequence[Instance], contexts: list[str], asked: list[PromptRequest]
 ) -> list[PromptStates]:
     from harness_ext.engine.answer import answer_requests
-    from harness_ext.engine.fingerprint import model_fingerprint
-    from harness_ext.engine.store import FeatureStore, cache_root
     from harness_ext.engine.tokens import PromptEncoder
 
-    root = cache_root()
-    fingerprint = None if root is None else model_fingerprint(lm.model, autocast_dtype=lm.mixed_precision_dtype)
-    store = None
-    if root is not None and fingerprint is not None:
-        name = lm.pretrained if isinstance(lm.pretrained, str) else type(lm.model).__name__
-        dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
-        store = FeatureStore(root, fingerprint, description=f"{name} ({dtype})")
-
+    store, fingerprint = _open_store(lm)
     max_rows, max_tokens = _batch_limits(lm)
     answers, summary = answer_requests(
         contexts,
@@ -182,6 +230,7 @@ def _answer_with_engine(
             max_length=lm.max_length,
             add_special_tokens=lm.add_bos_token,
             prefix_token_id=lm.prefix_token_id,
+            num_embeddings=getattr(lm.model.get_input_embeddings(), "num_embeddings", None),
         ),
         store=store,
         max_rows=max_rows,
@@ -189,9 +238,11 @@ def _answer_with_engine(
         batch_cost=CPU_BATCH_COST if lm.device.type == "cpu" else GPU_BATCH_COST,
         # A task's first request of a document is the document; further ones, such as the bare template, are its context.
         documents=[int(instance.idx == 0) for instance in instances],
-        progress=lm.rank == 0,
+        ranks=_ranks(lm),
+        lockstep=getattr(lm, LOCKSTEP, None),
     )
-    logger.info("%s", summary)
+    if lm.rank == 0:
+        logger.info("%s", summary)
     getattr(lm, SUMMARIES, []).append(summary.to_dict() | {"model_fingerprint": fingerprint})
     return answers
 
@@ -204,12 +255,16 @@ def _answer_with_loglikelihood(lm: LM, contexts: list[str], asked: list[PromptRe
             (context, word) for context, request in zip(contexts, asked, strict=True) for word in request.continuations
         )
     )
+    ranks = _ranks(lm)
+    rank_of = share_out([len(context) + len(word) for context, word in pairs], ranks.size)
+    mine = [i for i, rank in enumerate(rank_of) if rank == ranks.rank]
     instances = [
-        Instance("loglikelihood", doc={}, arguments=pair, idx=i, metadata=("harness_ext", i, 1))
-        for i, pair in enumerate(pairs)
+        Instance("loglikelihood", doc={}, arguments=pairs[i], idx=i, metadata=("harness_ext", i, 1)) for i in mine
     ]
-    answers = getattr(lm, CACHE, lm).loglikelihood(instances)
-    scores = {pair: float(score) for pair, (score, _) in zip(pairs, answers, strict=True)}
+    found = np.zeros(len(pairs))
+    if instances:
+        found[mine] = [float(score) for score, _ in getattr(lm, CACHE, lm).loglikelihood(instances)]
+    scores = dict(zip(pairs, ranks.sum(found).tolist(), strict=True))
     return [
         PromptStates(
             key=blake2b(context.encode(), digest_size=16).hexdigest(),
@@ -233,21 +288,18 @@ def _checked(evaluate: Any) -> Any:
     @functools.wraps(evaluate)
     def checked(lm: Any, task_dict: Any, *args: Any, **kwargs: Any) -> Any:
         tasks = task_dict.get("tasks", task_dict)
-        for name, task in tasks.items():
-            if getattr(task, "NEEDS_STATES", False) and not gives_states(lm):
-                raise _no_states(lm, str(name))
-            # The windows of a corpus are made of the model's tokens, so such a task has its documents from here on.
-            if hasattr(task, "cut_windows"):
-                task.cut_windows(lm)
         model = lm.lm if isinstance(lm, CachingLM) else lm
+        ranks = _find_ranks(model)
         summaries: list[dict[str, Any]] = []
-        setattr(model, SUMMARIES, summaries)
-        setattr(model, CACHE, lm)
-        try:
-            results = evaluate(lm, task_dict, *args, **kwargs)
-        finally:
-            delattr(model, SUMMARIES)
-            delattr(model, CACHE)
+        with end_together(ranks), _known_to(model, {SUMMARIES: summaries, CACHE: lm, RANKS: ranks}):
+            for name, task in tasks.items():
+                if getattr(task, "NEEDS_STATES", False) and not gives_states(lm):
+                    raise _no_states(lm, str(name))
+                # The windows of a corpus are made of the model's tokens, so such a task has its documents from here on.
+                if hasattr(task, "cut_windows"):
+                    task.cut_windows(lm)
+            with _in_place(model, ranks, tasks.values()):
+                results = evaluate(lm, task_dict, *args, **kwargs)
         ours = [task for task in tasks.values() if hasattr(task, "cut_windows")]
         if results is not None and (summaries or ours):
             results["harness_ext"] = {"version": __version__, "passes": summaries}
@@ -258,6 +310,121 @@ def _checked(evaluate: Any) -> Any:
         return results
 
     return checked
+
+
+@contextlib.contextmanager
+def _known_to(model: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Give a model attributes for a while."""
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(model, name)
+
+
+# -------------------------------------------------------------------------------------------------- several processes
+
+
+def _find_ranks(lm: Any) -> Ranks:
+    """The processes that share the work of a model: those that accelerate has started, each with the whole model.
+
+    Processes of a tensor-parallel model (`tp_plan`) have no accelerator: each does the whole work, together with the others.
+    """
+    accelerator = getattr(lm, "accelerator", None)
+    if accelerator is not None and accelerator.num_processes > 1:
+        # lm_eval has the index on the node.
+        return Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
+    if lm.world_size > 1 and torch.distributed.is_initialized():
+        return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device(lm.device))
+    return ALONE
+
+
+def _ranks(lm: Any) -> Ranks:
+    return getattr(lm, RANKS, ALONE)
+
+
+@contextlib.contextmanager
+def _in_place(lm: Any, ranks: Ranks, tasks: Collection[Any]) -> Iterator[None]:
+    """Let lm_eval know the rank of this process among all, which stays known, and let one of them show bars."""
+    if ranks.is_alone:
+        yield
+        return
+    lm._rank, lm._world_size = ranks.rank, ranks.size
+    gathering = {"gather_object": functools.partial(_gather, lm.gather_object, lm)}
+    bar = lm_eval_task.tqdm
+    if not ranks.is_first:
+        lm_eval_task.tqdm = functools.partial(bar, disable=True)
+    module = _module(lm)
+    try:
+        if module is None or not _is_spread(module):
+            with _known_to(lm, gathering):
+                yield
+            return
+        lockstep = Lockstep(ranks, module, functools.partial(_dummy_pass, lm, module))
+        with _known_to(lm, {LOCKSTEP: lockstep, **gathering}):
+            evaluated = [task for task in tasks if hasattr(task, "evaluate_all")]
+            for task in evaluated:
+                # Rank 0 may call the model there, and the others have to.
+                task.apply_filters = _in_lockstep(task.apply_filters, lockstep)
+            yield
+            for task in evaluated:
+                del task.apply_filters
+    finally:
+        lm_eval_task.tqdm = bar
+
+
+def _gather(gather_object: Any, lm: Any, value: Any, dst: int = 0) -> Any:
+    """lm_eval's gathering of samples and metrics by task, where a rank may have no document of a task.
+
+    The receiving rank, which has all documents of our tasks, does not send its own to itself as a pickle.
+    """
+    found = gather_object(None if lm.rank == dst else value, dst=dst)
+    if found is None:
+        return None
+    found[dst] = value
+    for task, of_task in value.items():
+        if isinstance(of_task, dict):
+            for of_rank in found:
+                for metric in of_task:
+                    of_rank[task].setdefault(metric, [])
+    return found
+
+
+def _module(lm: Any) -> Any:
+    """What to call to run a model; None for a model of another process."""
+    wrapped = getattr(lm, "_model", None)
+    if not isinstance(wrapped, torch.nn.Module):
+        return None
+    # The wrapper of fully sharded weights is what gathers them; lm_eval's property takes off all wrappers.
+    return wrapped if _is_spread(wrapped) else lm.model
+
+
+def _is_spread(module: torch.nn.Module) -> bool:
+    """Whether the weights of a model are spread over processes (FSDP 1 and 2, ZeRO-3)."""
+    if not torch.distributed.is_initialized():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    of_fsdp = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in module.modules())
+    return of_fsdp or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _dummy_pass(lm: Any, module: torch.nn.Module) -> None:
+    from harness_ext.engine.readout import inference
+
+    with inference(lm.device, lm.mixed_precision_dtype):
+        module(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+
+
+def _in_lockstep(function: Any, lockstep: Lockstep) -> Any:
+    @functools.wraps(function)
+    def work(*args: Any, **kwargs: Any) -> Any:
+        with lockstep.work():
+            return function(*args, **kwargs)
+
+    return work
 
 
 def _with_own_stderr(stderr_for_metric: Any) -> Any:
@@ -277,3 +444,66 @@ def _with_own_stderr(stderr_for_metric: Any) -> Any:
         return of_items
 
     return stderr
+
+
+def _checked_results(save: Any) -> Any:
+    """Wrap the tracker's `save_results_aggregated`: an error, after the table, where our results are not in their file."""
+
+    @functools.wraps(save)
+    def checked(self: Any, results: dict[str, Any], samples: dict[str, Any] | None = None) -> None:
+        before = getattr(self, "date_id", None)
+        save(self, results=results, samples=samples)
+        self._has_harness_ext = "harness_ext" in results
+        if not self.output_path or not self._has_harness_ext:
+            return
+        # Without a new date nothing was written; a full disk leaves the beginning of a file.
+        found = _saved_files(self, "*DATE.json") if getattr(self, "date_id", None) != before else []
+        if not any(_is_json(path) for path in found):
+            print(make_table(results))
+            raise _not_saved(self, "the results")
+
+    return checked
+
+
+def _checked_samples(save: Any) -> Any:
+    """Wrap the tracker's `save_results_samples`: an error where the samples of a run with our tasks are not in their file."""
+
+    @functools.wraps(save)
+    def checked(self: Any, task_name: str, samples: Any) -> None:
+        save(self, task_name=task_name, samples=samples)
+        if not self.output_path or not getattr(self, "_has_harness_ext", False):
+            return
+        found = _saved_files(self, f"samples_{glob.escape(task_name)}_DATE.jsonl")
+        if not any(_count_lines(path) >= len(samples) for path in found):
+            raise _not_saved(self, f"the samples of {task_name}")
+
+    return checked
+
+
+def _saved_files(tracker: Any, pattern: str) -> list[Path]:
+    """Files of the tracker's last save, by a pattern in which DATE is its date."""
+    path = Path(tracker.output_path)
+    return list((path.parent if path.suffix == ".json" else path).rglob(pattern.replace("DATE", tracker.date_id)))
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _count_lines(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(line.endswith(b"\n") for line in file)
+    except OSError:
+        return 0
+
+
+def _not_saved(tracker: Any, what: str) -> OSError:
+    return OSError(
+        f"--output_path {tracker.output_path}: {what} could not be saved completely. Give a folder that can be written to, on "
+        "a disk that has space. The second run takes the model's states from the store."
+    )

@@ -34,7 +34,7 @@ from harness_ext.engine.plan import Tree, common_prefix_length, pack
 from harness_ext.engine.readout import Readout, inference
 from harness_ext.halves import capture_head_input
 
-__all__ = ["BatchStates", "ForwardCounts", "LastStateModel", "is_out_of_memory"]
+__all__ = ["WAYS", "BatchStates", "ForwardCounts", "LastStateModel", "is_out_of_memory"]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
@@ -44,6 +44,9 @@ SHARING_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 """Relative difference up to which a way of sharing counts as exact. In half precision it is four units of rounding, or three
 times what the same prompts differ by when they are forwarded together and alone. (SmolLM2-135M in bfloat16, whose unit is 8e-3:
 up to 2e-2 for either.)"""
+
+WAYS = ("packed", "cached", "separate")
+"""Ways of computing prompts that share a beginning, in the order in which they are tried."""
 
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 """Where configurations say how far their local attention reaches."""
@@ -134,7 +137,7 @@ class LastStateModel:
         """
         if all(len(tree.sequences) == 1 for tree in batch):
             return self._separate(batch, token_ids, features)
-        padded = any(tree.num_tokens < batch[0].num_tokens for tree in batch)
+        padded = _is_padded(batch)
         ways = {"packed": self._packed, "cached": self._cached}
         for way in self._possible_ways(batch, token_ids, features):
             known = self._exact.get((way, padded))
@@ -157,6 +160,26 @@ class LastStateModel:
                 return found
         self.counts.ways["separate"] = None
         return self._separate(batch, token_ids, features)
+
+    def kind_of(
+        self, batch: Sequence[Tree], token_ids: Sequence[tuple[int, ...]], features: Sequence[Feature]
+    ) -> tuple[str, bool] | None:
+        """The first way of sharing to try with a batch, and whether the batch is padded; None where nothing is shared.
+
+        The first batch of a kind proves whether the way is exact.
+        """
+        if all(len(tree.sequences) == 1 for tree in batch):
+            return None
+        ways = self._possible_ways(batch, token_ids, features)
+        return (ways[0], _is_padded(batch)) if ways else None
+
+    def proofs(self) -> list[tuple[str, bool, bool]]:
+        """What is proven: a way, whether with padding, and whether it is exact."""
+        return [(way, padded, is_exact) for (way, padded), is_exact in self._exact.items()]
+
+    def adopt_proofs(self, proofs: Sequence[tuple[str, bool, bool]]) -> None:
+        """Take what an equal model has proven, in another process."""
+        self._exact.update({(way, padded): is_exact for way, padded, is_exact in proofs})
 
     def token_states(self, rows: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return f of every prefix of each row, shape (len(row), d), in the dtype of the hidden states, on the CPU."""
@@ -341,6 +364,10 @@ class LastStateModel:
 def is_out_of_memory(err: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the CPU, whose allocator has no class of its own."""
     return isinstance(err, torch.OutOfMemoryError) or "can't allocate memory" in str(err)
+
+
+def _is_padded(batch: Sequence[Tree]) -> bool:
+    return any(tree.num_tokens < batch[0].num_tokens for tree in batch)
 
 
 def _shared_length(tree: Tree, token_ids: Sequence[tuple[int, ...]]) -> int:

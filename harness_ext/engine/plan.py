@@ -5,6 +5,10 @@ label words, make a *tree*: their common beginnings are forwarded once. The plan
 tokenizer: where the end of a document is tokenised differently under two templates, the shared beginning is that much
 shorter. A sequence that shares nothing is a tree of one.
 
+Rounding depends on what is computed together, so what is computed together must not depend on how many processes share the work
+or on how much of it an earlier run has left in the store: batches are planned for all sequences, and `Portion`s of the plan are
+given to processes, or left out, as a whole.
+
 `pack` lays a tree out as one row of tokens, each of which attends to its own ancestors only. Whether a model computes such
 rows exactly is not the plan's business; see `forward`.
 """
@@ -20,14 +24,20 @@ from numpy.typing import NDArray
 
 __all__ = [
     "PackedTree",
+    "Portion",
     "SequenceTable",
     "Tree",
     "common_prefix_length",
     "make_batches",
+    "make_portions",
     "pack",
     "sequence_key",
     "share_prefixes",
 ]
+
+NUM_PORTIONS = 64
+"""Portions that a plan is cut into where it has the batches: with eight processes the busiest then has a few per cent too much,
+and to read out one batch at a time costs little even where a batch takes milliseconds."""
 
 MIN_SHARED = 0.25
 """Share of its tokens that a sequence must find in a tree to join it: below, a longer row costs about what it saves."""
@@ -92,6 +102,27 @@ class Tree:
         middle = len(self.sequences) // 2
         parts = (self.sequences[:middle], self.sequences[middle:])
         return Tree(parts[0], _count_tokens(parts[0], token_ids)), Tree(parts[1], _count_tokens(parts[1], token_ids))
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Work that one process does, and states that are read out together.
+
+    Attributes:
+        batches: Batches to forward.
+        stored: Sequences whose states are in the store.
+    """
+
+    batches: tuple[tuple[Tree, ...], ...]
+    stored: tuple[int, ...] = ()
+
+    @property
+    def cost(self) -> int:
+        """Tokens that are forwarded, padding included, and one for each state that is read out."""
+        forwarded = sum(
+            len(batch) * batch[0].num_tokens + sum(len(tree.sequences) for tree in batch) for batch in self.batches
+        )
+        return forwarded + len(self.stored)
 
 
 @dataclass(frozen=True)
@@ -183,6 +214,64 @@ def make_batches(
     ]
     batches.sort(key=lambda batch: (-batch[0].num_tokens, batch[0].sequences))
     return batches
+
+
+def make_portions(
+    token_ids: Sequence[tuple[int, ...]],
+    is_stored: NDArray[np.bool_],
+    *,
+    max_rows: int | None,
+    max_tokens: int,
+    batch_cost: int = 0,
+    max_sequences: int,
+) -> list[Portion]:
+    """Plan the forward passes of all sequences that are not stored.
+
+    Where the store has whole batches of the plan for all sequences (nothing, or what a run has left that was broken off), the
+    plan is that one without them. Else only what is missing is planned: a prompt that is stored is not forwarded again.
+
+    Args:
+        token_ids: All sequences.
+        is_stored: Which of them are in the store, shape (n,).
+        max_rows: As in `make_batches`.
+        max_tokens: Likewise.
+        batch_cost: Likewise.
+        max_sequences: Most sequences in a portion, but for one of a single batch.
+
+    Returns:
+        Portions, the longest batches first, in which every sequence occurs exactly once.
+    """
+
+    def batches_of(chosen: Sequence[int]) -> list[tuple[Tree, ...]]:
+        trees = share_prefixes(token_ids, chosen)
+        return make_batches(trees, max_rows=max_rows, max_tokens=max_tokens, batch_cost=batch_cost)
+
+    num_sequences = min(max_sequences, -(-len(token_ids) // NUM_PORTIONS))
+    batches = batches_of(range(len(token_ids)))
+    sequences_of = [[sequence for tree in batch for sequence in tree.sequences] for batch in batches]
+    share = [is_stored[sequences].mean() for sequences in sequences_of]
+    if all(found in (0, 1) for found in share):
+        pieces = [
+            ((), tuple(sequences)) if found else ((batch,), ())
+            for batch, sequences, found in zip(batches, sequences_of, share, strict=True)
+        ]
+    else:
+        stored = np.flatnonzero(is_stored).tolist()
+        pieces = [
+            ((), tuple(stored[start : start + num_sequences])) for start in range(0, len(stored), num_sequences)
+        ] + [((batch,), ()) for batch in batches_of(np.flatnonzero(~is_stored).tolist())]
+    portions: list[Portion] = []
+    size = 0
+    for forwarded, known in pieces:
+        new = len(known) + sum(len(tree.sequences) for batch in forwarded for tree in batch)
+        if portions and size + new <= num_sequences:
+            last = portions.pop()
+            portions.append(Portion(last.batches + forwarded, last.stored + known))
+            size += new
+        else:
+            portions.append(Portion(forwarded, known))
+            size = new
+    return portions
 
 
 def _batches_of_a_kind(

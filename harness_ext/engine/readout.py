@@ -173,7 +173,8 @@ class Readout:
     def output_embedding(self) -> Tensor:
         """Return Φ of shape (V, d), on the model's device: float32, or the weight itself where a copy would be large.
 
-        Of a head that is not a plain linear layer (quantised, adapted) Φ is what it does to the unit vectors.
+        Of a head that is not a plain linear layer (quantised, adapted) Φ is what it does to the unit vectors. Where weights are
+        spread over processes, all have to make the first call together.
 
         Raises:
             TypeError: If the head is not affine, so that there is no Φ.
@@ -181,7 +182,7 @@ class Readout:
         if self._embedding is None:
             head = self._head
             if _is_plain(head):
-                weight = head.weight.detach()
+                weight = self._weight()
                 small = weight.numel() * 4 <= KEPT_WEIGHT_BYTES
                 self._embedding = self._weight_in_float32() if small else weight
             else:
@@ -232,8 +233,13 @@ class Readout:
 
     # ----------------------------------------------------------------------------------------------- precision
 
-    def _weight_in_float32(self) -> Tensor:
+    def _weight(self) -> Tensor:
         weight = self._head.weight.detach()
+        # Of weights that are spread over processes (FSDP) each has a part outside of the model's own calls.
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+    def _weight_in_float32(self) -> Tensor:
+        weight = self._weight()
         if weight.dtype == torch.float32:
             return weight
         if self._float32_weight is None:
@@ -274,8 +280,11 @@ class Readout:
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether the head is a linear layer whose weight is in memory, as it is."""
-    return type(head) is nn.Linear and not head.weight.is_meta
+    """Whether the head is a linear layer whose weight is in memory, as it is: whole or in parts, but not quantised."""
+    if type(head) is not nn.Linear or head.weight.is_meta:
+        return False
+    # torchao quantises by other types of tensors in the same layer; those that are spread have `full_tensor`.
+    return type(head.weight) in (nn.Parameter, Tensor) or hasattr(head.weight, "full_tensor")
 
 
 @contextlib.contextmanager

@@ -12,13 +12,13 @@ from __future__ import annotations
 import bisect
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness_ext.contracts import PromptRequest, Span
 
-__all__ = ["EncodedPrompt", "PromptEncoder"]
+__all__ = ["EncodedPrompt", "PromptEncoder", "refuse_unknown_ids"]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
@@ -40,6 +40,20 @@ class EncodedPrompt:
     cut_tokens: int
 
 
+def refuse_unknown_ids(ids: Iterable[int], num_embeddings: int | None) -> None:
+    """Refuse a tokenizer that is not the model's own, before its ids are looked up in the embedding.
+
+    Raises:
+        ValueError: If an id has no row among `num_embeddings`; None: they are not known.
+    """
+    largest = max(ids, default=-1)
+    if num_embeddings is not None and largest >= num_embeddings:
+        raise ValueError(
+            f"The tokenizer gives token id {largest}, and the model has embeddings of 0 to {num_embeddings - 1}: they do not "
+            "belong together. Give the model's own tokenizer, --model_args tokenizer=NAME."
+        )
+
+
 class PromptEncoder:
     """Encodes prompts for one model.
 
@@ -48,12 +62,20 @@ class PromptEncoder:
         max_length: Most tokens that the model may see at once.
         add_special_tokens: lm_eval's `add_bos_token`; None leaves it to the tokenizer.
         prefix_token_id: What stands for an empty prompt, usually BOS; None where the tokenizer has neither BOS nor EOS.
+        num_embeddings: Rows of the model's input embedding; None where they are not known.
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_length: int, add_special_tokens: bool | None, prefix_token_id: int | None
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        add_special_tokens: bool | None,
+        prefix_token_id: int | None,
+        num_embeddings: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._num_embeddings = num_embeddings
         self.max_length = max_length
         self._special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         self._prefix_token_id = prefix_token_id
@@ -81,6 +103,7 @@ class PromptEncoder:
             )["input_ids"]
             # One object for each id that occurs, not one for each token.
             ids += [[self._known_ids.setdefault(token, token) for token in of_text] for of_text in found]
+        refuse_unknown_ids(self._known_ids, self._num_embeddings)
         return ids
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

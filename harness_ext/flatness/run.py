@@ -3,6 +3,9 @@
 Every number comes block by block, each block with random directions of its own, so that the mean over blocks is the estimate
 and its standard error covers both the sampling of the corpus and that of the directions. Both matter: on SST-2 the Hessian
 trace of SmolLM2-135M differs by about 100 % from sentence to sentence, which no number of directions on few sentences removes.
+
+Several processes, each with the whole model, share the blocks of a round, and one of them takes `lambda_max`, which is not cut
+into parts: its products would have to be summed over processes, vectors as large as the model.
 """
 
 from __future__ import annotations
@@ -11,18 +14,18 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from harness_ext.flatness.eigenvalue import top_eigenvalue
 from harness_ext.flatness.fisher import FisherTraces, fisher_traces
 from harness_ext.flatness.hessian import choose_step, hessian_probes
 from harness_ext.flatness.loss import Blocks, PretrainingLoss, prepared, select_parameters
 from harness_ext.flatness.options import MIN_BLOCKS, FlatnessOptions
+from harness_ext.ranks import ALONE, Progress, Ranks, share_out
 from harness_ext.ratio import Ratio, ratio_of_sums
 
 __all__ = ["Block", "FlatnessRun", "measure"]
@@ -68,6 +71,7 @@ def measure(
     device: torch.device,
     max_tokens: int,
     progress: bool = True,
+    ranks: Ranks = ALONE,
 ) -> FlatnessRun:
     """Measure the flatness of a model on blocks, in their order.
 
@@ -78,6 +82,7 @@ def measure(
         device: Where the model takes its token ids.
         max_tokens: Tokens of blocks that go through a backward pass at once, at most; a longer block goes alone.
         progress: Whether to show a progress bar with the current estimates.
+        ranks: The processes that share the blocks; all call this with the same ones, and all get what was measured.
 
     Raises:
         ValueError: If there is no block, or patterns choose no parameter.
@@ -107,53 +112,33 @@ def measure(
     }
     stopped = "max_blocks" if len(chosen) < len(blocks) else "end of corpus"
     with prepared(model, parameters):
-        step = None
+        work = _Work(loss, parameters, options, max_tokens)
         if "hessian_trace" in options.quantities:
-            # On the same block in whatever order they come.
-            first = min(chosen, key=lambda block: block.number)
-            step = choose_step(loss, parameters, _batch([first]), seed=options.seed)
-            report["difference_step"] = step._asdict()
-        bar: Any = tqdm(total=len(chosen), desc="Flatness", unit=" blocks", disable=not progress)
-        # Precision is looked at after rounds of the same blocks, however they are batched.
-        for start in range(0, len(chosen), MIN_BLOCKS):
-            for group in _groups(chosen[start : start + MIN_BLOCKS], max_tokens):
-                if "fisher_trace" in options.quantities or "ggn_trace" in options.quantities:
-                    _add_fisher(accumulated, loss, parameters, group, options)
-                for block in group:
-                    if step is not None:
-                        _add_hessian(accumulated, loss, parameters, block, options, step.step)
-                bar.update(len(group))
-                bar.set_postfix_str(accumulated.describe())
-            if options.rel_stderr is not None and accumulated.is_precise(options.rel_stderr):
-                stopped = "rel_stderr"
-                break
-        bar.close()
-        if "lambda_max" in options.quantities:
-            of_lambda = chosen[: options.lambda_blocks]
-            top = top_eigenvalue(
-                loss,
-                parameters,
-                [_batch([block]) for block in of_lambda],
-                seed=options.seed,
-                max_iterations=LAMBDA_ITERATIONS,
-                tolerance=LAMBDA_TOLERANCE,
-            )
-            for block, value in zip(of_lambda, top.per_block.tolist(), strict=True):
-                accumulated.add(block, {"lambda_max": value})
-            report["lambda_max"] = {
-                "value": top.value,
-                "residual": top.residual,
-                "iterations": top.iterations,
-                "converged": top.converged,
-                "blocks": len(of_lambda),
-            }
-            if not top.converged:
-                logger.warning(
-                    "lambda_max: not converged after %d iterations, residual %.2g of %.4g.",
-                    top.iterations,
-                    top.residual,
-                    top.value,
-                )
+            report["difference_step"] = work.choose_step(chosen, ranks)
+        total = len(chosen) if work.wants_traces else 0
+        with Progress(ranks, total=total, desc="Flatness", unit=" blocks", shown=progress) as bar:
+            for pieces in work.rounds(chosen):
+                for result in _results(work, pieces, ranks, bar):
+                    accumulated.take(result)
+                    bar.update(0, accumulated.describe())
+                    if "lambda_max" in result:
+                        report["lambda_max"] = result["lambda_max"]
+                if options.rel_stderr is not None and accumulated.is_precise(options.rel_stderr):
+                    stopped = "rel_stderr"
+                    break
+            bar.finish()
+        if "lambda_max" in options.quantities and "lambda_max" not in report:
+            for result in _results(work, [work.last_piece(chosen)], ranks, None):
+                accumulated.take(result)
+                report["lambda_max"] = result["lambda_max"]
+    top = report.get("lambda_max")
+    if top is not None and not top["converged"]:
+        logger.warning(
+            "lambda_max: not converged after %d iterations, residual %.2g of %.4g.",
+            top["iterations"],
+            top["residual"],
+            top["value"],
+        )
     report |= {
         "blocks": len(accumulated.values),
         "tokens": sum(len(block.tokens) for block in chosen if block.number in accumulated.values),
@@ -179,20 +164,17 @@ class _Accumulated:
         self._tokens_by_parameter = 0
         self.looped: dict[str, None] = {}
 
-    def add(self, block: Block, values: Mapping[str, float]) -> None:
-        self.values.setdefault(block.number, {}).update(values)
-        self._weights[block.number] = len(block.tokens)
-
-    def add_by_parameter(self, traces: FisherTraces, weights: np.ndarray) -> None:
-        self._tokens_by_parameter += int(weights.sum())
-        self.looped |= dict.fromkeys(traces.looped)
-        for column, of_parameters in (
-            ("fisher_trace", traces.by_parameter),
-            ("fisher_trace_scaled", traces.scaled_by_parameter),
-        ):
-            for name, values in (of_parameters or {}).items():
-                row = self._by_parameter.setdefault(name, {})
-                row[column] = row.get(column, 0.0) + float(values @ weights)
+    def take(self, result: Mapping[str, Any]) -> None:
+        """Take what `_Work.do` has found."""
+        for number, num_tokens, values in result["values"]:
+            self.values.setdefault(number, {}).update(values)
+            self._weights[number] = num_tokens
+        self._tokens_by_parameter += result.get("tokens_by_parameter", 0)
+        self.looped |= dict.fromkeys(result.get("looped", ()))
+        for name, sums in result.get("by_parameter", {}).items():
+            row = self._by_parameter.setdefault(name, {})
+            for column, value in sums.items():
+                row[column] = row.get(column, 0.0) + value
 
     def estimates(self) -> dict[str, Ratio]:
         names = dict.fromkeys(name for values in self.values.values() for name in values)
@@ -226,64 +208,185 @@ class _Accumulated:
         }
 
 
-def _add_fisher(
-    accumulated: _Accumulated,
-    loss: PretrainingLoss,
-    parameters: Mapping[str, nn.Parameter],
-    group: Sequence[Block],
-    options: FlatnessOptions,
-) -> None:
-    weights = np.array([len(block.tokens) for block in group], dtype=np.float64)
+class _Piece(NamedTuple):
+    """Work that one process does: a batch of blocks for Fisher traces, a block for Hessian traces, or `lambda_max`."""
 
-    def draw(labels: str) -> FisherTraces:
-        return fisher_traces(
-            loss,
-            parameters,
-            _batch(group),
-            seed=options.seed,
-            labels=labels,  # type: ignore[arg-type]
-            scaled="scaled" in options.quantities,
+    kind: Literal["fisher", "hessian", "lambda_max"]
+    blocks: tuple[Block, ...]
+
+
+class _Work:
+    """Does pieces of a measurement. Results are plain JSON types, since they may be those of another process."""
+
+    def __init__(
+        self, loss: PretrainingLoss, parameters: Mapping[str, nn.Parameter], options: FlatnessOptions, max_tokens: int
+    ) -> None:
+        self._loss, self._parameters, self._options, self._max_tokens = loss, parameters, options, max_tokens
+        self._step = 0.0
+        self._wants_fisher = not {"fisher_trace", "ggn_trace"}.isdisjoint(options.quantities)
+        self._wants_hessian = "hessian_trace" in options.quantities
+
+    @property
+    def wants_traces(self) -> bool:
+        return self._wants_fisher or self._wants_hessian
+
+    def choose_step(self, blocks: Sequence[Block], ranks: Ranks) -> dict[str, Any]:
+        """Choose the step of differences, on the same block in whatever order they come."""
+        found: dict[str, Any] | None = None
+        if ranks.is_first:
+            first = min(blocks, key=lambda block: block.number)
+            found = choose_step(self._loss, self._parameters, _batch([first]), seed=self._options.seed)._asdict()
+        chosen: dict[str, Any] = ranks.share(found)[0]
+        self._step = chosen["step"]
+        return chosen
+
+    def rounds(self, blocks: Sequence[Block]) -> list[list[_Piece]]:
+        """Pieces in the order in which one process does them: rounds after which precision is looked at, or one with all."""
+        found = []
+        # Batches end with a round of so many blocks, whether precision is looked at or not.
+        for start in range(0, len(blocks), MIN_BLOCKS):
+            pieces: list[_Piece] = []
+            for group in _groups(blocks[start : start + MIN_BLOCKS], self._max_tokens):
+                if self._wants_fisher:
+                    pieces.append(_Piece("fisher", tuple(group)))
+                if self._wants_hessian:
+                    pieces += [_Piece("hessian", (block,)) for block in group]
+            found.append(pieces)
+        if self._options.rel_stderr is not None:
+            return found
+        # It needs nothing of the traces, so that one rank may take it while others do those.
+        last = [self.last_piece(blocks)] if "lambda_max" in self._options.quantities else []
+        return [[piece for pieces in found for piece in pieces] + last]
+
+    def last_piece(self, blocks: Sequence[Block]) -> _Piece:
+        """The one that is not a part of a trace."""
+        return _Piece("lambda_max", tuple(blocks[: self._options.lambda_blocks]))
+
+    def cost(self, piece: _Piece) -> float:
+        """About how long a piece takes, in forward passes of a token; a backward pass takes two."""
+        options, num_tokens = self._options, sum(len(block.tokens) for block in piece.blocks)
+        forms = 2 if "scaled" in options.quantities else 1
+        if piece.kind == "fisher":
+            draws = 2 if {"fisher_trace", "ggn_trace"} <= set(options.quantities) and options.labels != "signs" else 1
+            return 3.0 * num_tokens * draws
+        products = options.probes * forms if piece.kind == "hessian" else LAMBDA_ITERATIONS / 2
+        return 6.0 * num_tokens * products
+
+    def counts(self, piece: _Piece) -> int:
+        """Blocks that are done with this piece."""
+        is_last = piece.kind == ("hessian" if self._wants_hessian else "fisher")
+        return len(piece.blocks) if is_last else 0
+
+    def do(self, piece: _Piece) -> dict[str, Any]:
+        """What `_Accumulated.take` takes."""
+        if piece.kind == "fisher":
+            return self._fisher(piece.blocks)
+        return self._hessian(piece.blocks[0]) if piece.kind == "hessian" else self._lambda_max(piece.blocks)
+
+    def _fisher(self, group: Sequence[Block]) -> dict[str, Any]:
+        options = self._options
+        weights = np.array([len(block.tokens) for block in group], dtype=np.float64)
+
+        def draw(labels: str) -> FisherTraces:
+            return fisher_traces(
+                self._loss,
+                self._parameters,
+                _batch(group),
+                seed=options.seed,
+                labels=labels,  # type: ignore[arg-type]
+                scaled="scaled" in options.quantities,
+            )
+
+        fisher = draw(options.labels) if "fisher_trace" in options.quantities else None
+        # The Fisher matrix with labels drawn from the model is the Gauss-Newton matrix of this loss: one estimate serves both
+        # where it is drawn in the same way.
+        ggn = None
+        if "ggn_trace" in options.quantities:
+            ggn = fisher if fisher is not None and options.labels == "signs" else draw("signs")
+        of_blocks: list[dict[str, float]] = [{} for _ in group]
+        for name, traces in (("fisher_trace", fisher), ("ggn_trace", ggn)):
+            if traces is None:
+                continue
+            for i, values in enumerate(of_blocks):
+                values |= {"loss": float(traces.losses[i]), name: float(traces.traces[i])}
+                if traces.scaled_traces is not None:
+                    values[f"{name}_scaled"] = float(traces.scaled_traces[i])
+        shown = fisher if fisher is not None else ggn
+        assert shown is not None, "one of the two is asked for"
+        sums: dict[str, dict[str, float]] = {}
+        for column, of_parameters in (
+            ("fisher_trace", shown.by_parameter),
+            ("fisher_trace_scaled", shown.scaled_by_parameter),
+        ):
+            for name, of_parameter in (of_parameters or {}).items():
+                sums.setdefault(name, {})[column] = float(of_parameter @ weights)
+        return {
+            "values": [
+                (block.number, len(block.tokens), values) for block, values in zip(group, of_blocks, strict=True)
+            ],
+            "by_parameter": sums,
+            "tokens_by_parameter": int(weights.sum()),
+            "looped": list(shown.looped),
+        }
+
+    def _hessian(self, block: Block) -> dict[str, Any]:
+        options = self._options
+        values: dict[str, float] = {}
+        for scaled in (False, True) if "scaled" in options.quantities else (False,):
+            probes = hessian_probes(
+                self._loss,
+                self._parameters,
+                _batch([block]),
+                seed=options.seed,
+                probes=range(options.probes),
+                scaled=scaled,
+                step=self._step,
+            )
+            name = "hessian_trace_scaled" if scaled else "hessian_trace"
+            values |= {"loss": probes[0].loss, name: float(np.mean([probe.hessian for probe in probes]))}
+        return {"values": [(block.number, len(block.tokens), values)]}
+
+    def _lambda_max(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        top = top_eigenvalue(
+            self._loss,
+            self._parameters,
+            [_batch([block]) for block in blocks],
+            seed=self._options.seed,
+            max_iterations=LAMBDA_ITERATIONS,
+            tolerance=LAMBDA_TOLERANCE,
         )
+        return {
+            "values": [
+                (block.number, len(block.tokens), {"lambda_max": value})
+                for block, value in zip(blocks, top.per_block.tolist(), strict=True)
+            ],
+            "lambda_max": {
+                "value": top.value,
+                "residual": top.residual,
+                "iterations": top.iterations,
+                "converged": top.converged,
+                "blocks": len(blocks),
+            },
+        }
 
-    fisher = draw(options.labels) if "fisher_trace" in options.quantities else None
-    # The Fisher matrix with labels drawn from the model is the Gauss-Newton matrix of this loss: one estimate serves both
-    # where it is drawn in the same way.
-    ggn = None
-    if "ggn_trace" in options.quantities:
-        ggn = fisher if fisher is not None and options.labels == "signs" else draw("signs")
-    for name, traces in (("fisher_trace", fisher), ("ggn_trace", ggn)):
-        if traces is None:
+
+def _results(work: _Work, pieces: Sequence[_Piece], ranks: Ranks, bar: Progress | None) -> Iterator[dict[str, Any]]:
+    """Do pieces, each on one rank, and yield all results on every rank, in the order of the pieces."""
+    rank_of = share_out([work.cost(piece) for piece in pieces], ranks.size)
+    done: list[tuple[int, dict[str, Any]]] = []
+    for place, (piece, rank) in enumerate(zip(pieces, rank_of, strict=True)):
+        if rank != ranks.rank:
             continue
-        for i, block in enumerate(group):
-            values = {"loss": traces.losses[i], name: traces.traces[i]}
-            if traces.scaled_traces is not None:
-                values[f"{name}_scaled"] = traces.scaled_traces[i]
-            accumulated.add(block, {key: float(value) for key, value in values.items()})
-    by_parameter = fisher if fisher is not None else ggn
-    assert by_parameter is not None, "one of the two is asked for"
-    accumulated.add_by_parameter(by_parameter, weights)
-
-
-def _add_hessian(
-    accumulated: _Accumulated,
-    loss: PretrainingLoss,
-    parameters: Mapping[str, nn.Parameter],
-    block: Block,
-    options: FlatnessOptions,
-    step: float,
-) -> None:
-    for scaled in (False, True) if "scaled" in options.quantities else (False,):
-        probes = hessian_probes(
-            loss,
-            parameters,
-            _batch([block]),
-            seed=options.seed,
-            probes=range(options.probes),
-            scaled=scaled,
-            step=step,
-        )
-        name = "hessian_trace_scaled" if scaled else "hessian_trace"
-        accumulated.add(block, {"loss": probes[0].loss, name: float(np.mean([probe.hessian for probe in probes]))})
+        result = work.do(piece)
+        if bar is not None:
+            bar.update(work.counts(piece))
+        if ranks.is_alone:
+            yield result
+        else:
+            done.append((place, result))
+    everything = dict(entry for of_rank in ranks.share(done) for entry in of_rank)
+    for place in sorted(everything):
+        yield everything[place]
 
 
 def _batch(blocks: Sequence[Block]) -> Blocks:

@@ -11,7 +11,8 @@ where lm_eval accepts what it does not know, so `--metadata` overrides them for 
     report      not an option: what the run found out about itself, written into the results JSON
 
 lm_eval calls, in this order: the constructor, `build_all_requests`, the engine with all tasks' requests, `apply_filters`
-(where a task sees all its answers at once), and `process_results` for each document.
+(where a task sees all its answers at once), and `process_results` for each document. Of several processes, rank 0 alone
+evaluates; see `tasks.whole`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any, ClassVar
 
 import datasets
 import numpy as np
-import torch.distributed
 from lm_eval.api import samplers
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
@@ -36,6 +36,8 @@ from harness_ext.contracts import PromptRequest, PromptStates, Span
 from harness_ext.engine.attach import REQUEST_TYPE
 from harness_ext.tasks import metrics
 from harness_ext.tasks.data import LazySplits, data_folders, open_dataset
+from harness_ext.tasks.options import check_settings
+from harness_ext.tasks.whole import WholeTask
 
 __all__ = ["PromptTask"]
 
@@ -47,7 +49,7 @@ LABEL_NAMES = "label_text"
 """Column with the names of the labels, in datasets that have one."""
 
 
-class PromptTask(ConfigurableTask):
+class PromptTask(WholeTask):
     """Base of the tasks; see the module.
 
     Raises:
@@ -64,6 +66,7 @@ class PromptTask(ConfigurableTask):
 
     def __init__(self, config: Mapping[str, Any], **kwargs: Any) -> None:
         settings = {key: value for key, value in config.items() if key != "class"}
+        check_settings(settings)
         self._metadata: dict[str, Any] = dict(settings.get("metadata") or {})
         self._metadata.pop("report", None)
         settings["metadata"] = self._metadata
@@ -79,6 +82,13 @@ class PromptTask(ConfigurableTask):
                 f"{self._source()}: task {name!r} needs `doc_to_choice:` with the names of at least two classes, in the "
                 f"order of the labels, or a training split with them in a column {LABEL_NAMES!r}; found {classes!r}."
             )
+        sizes = self._metadata.get("split_sizes") or {}
+        if not isinstance(sizes, Mapping) or not all(type(rows) is int for rows in sizes.values()):
+            raise ValueError(
+                f"{self._source()}: `split_sizes:` of task {name!r} takes the published number of rows of each split, such "
+                f"as {{train: 120000, test: 7600}}; found {sizes!r}."
+            )
+        self._split_sizes: Mapping[str, int] = sizes
         if (split := self._metadata.get("eval_split")) is not None:
             settings["test_split"] = str(split)
         self.classes: tuple[str, ...] = tuple(str(name) for name in classes)
@@ -91,7 +101,6 @@ class PromptTask(ConfigurableTask):
         self._report: dict[str, Any] = {}
         self._row_of: dict[tuple[tuple[str, ...], int], int] = {}
         self._items: Mapping[str, Sequence[Any]] = {}
-        self._world_size = 1
         self._chat = False
         settings["metric_list"] = self._complete_metrics(str(name), settings.get("metric_list"))
         super().__init__(config=settings, **kwargs)
@@ -198,12 +207,7 @@ class PromptTask(ConfigurableTask):
                 self._higher_is_better[name] = True
         self._of_evaluate = [entry["metric"] for entry in self.config.metric_list or [] if entry.get("hf_evaluate")]
         for name in self._of_evaluate:
-            compute = self._metric_fn_list[name]
-            if compute is None:
-                raise ValueError(
-                    f"{self._source()}: the evaluate library has no metric {name!r}, or could not load it; without internet "
-                    "give the path of its script."
-                )
+            compute = self._metric_fn_list[name] or metrics.load_evaluate_metric(name, source=self._source())
             self._aggregation_list[name] = functools.partial(
                 metrics.aggregate_evaluate_metric, name=name, compute=compute, options=self._metric_fn_kwargs[name]
             )
@@ -341,7 +345,6 @@ class PromptTask(ConfigurableTask):
         lm_eval's cache of requests knows neither template nor label words and would serve old prompts, so it is not used;
         making the requests takes less time than reading that cache.
         """
-        self._world_size = int(kwargs.get("world_size", 1))
         self._chat = bool(kwargs.get("apply_chat_template"))
         self._chosen = sorted(set(kwargs.get("samples") or ()))
         super().build_all_requests(**kwargs)
@@ -379,10 +382,10 @@ class PromptTask(ConfigurableTask):
 
     # ------------------------------------------------------------------------------------------------- results
 
-    def apply_filters(self) -> None:
-        """Run lm_eval's filters, then let the task look at all its answers together."""
-        super().apply_filters()
+    def evaluate_all(self) -> None:
+        """Evaluate, and write down what the run has found out about itself."""
         self._report["prompts"] = self.describe_prompts()
+        self._note_sample()
         if "bypass" not in self._metric_fn_list:  # --predict_only
             by_document: dict[int, list[Instance]] = {}
             for instance in self._instances or []:
@@ -394,14 +397,6 @@ class PromptTask(ConfigurableTask):
     def evaluate_answers(self, instances: Mapping[int, Sequence[Instance]]) -> None:
         """Compute all metrics and call `keep_items`: instances by doc_id, in the order in which they were made."""
         raise NotImplementedError
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        """Concatenate the values of all ranks, each of which has some of the documents; every rank must call this."""
-        if self._world_size == 1:
-            return values
-        of_ranks: list[list[Any]] = [[] for _ in range(self._world_size)]
-        torch.distributed.all_gather_object(of_ranks, values)
-        return [value for of_rank in of_ranks for value in of_rank]
 
     def describe_prompts(self) -> list[dict[str, Any]]:
         """What identifies each prompt, for the results JSON; for the bare document its name only."""
@@ -417,6 +412,23 @@ class PromptTask(ConfigurableTask):
             }
             for name, template in zip(self.sweep_names, self.templates, strict=True)
         ]
+
+    def _note_sample(self) -> None:
+        """Report and warn where a split is not as large as the YAML's `split_sizes` say that the published one is."""
+        published, loaded = self._split_sizes, self.dataset
+        other = {
+            split: f"{len(loaded[split]):,} of {published[split]:,}"
+            for split in sorted(loaded)
+            if split in published and len(loaded[split]) != published[split]
+        }
+        if other:
+            self._report["sample"] = other
+            logger.warning(
+                "%s: this copy of %s is not the published one (rows of %s); figures on it do not compare with published ones.",
+                self.task_name,
+                self.config.dataset_path,
+                "; ".join(f"{split}: {rows}" for split, rows in other.items()),
+            )
 
     def warn_of_duplicates(self) -> None:
         """Say which prompts of a sweep are the same text with the same words, so that they count twice."""

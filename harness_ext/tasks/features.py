@@ -149,8 +149,8 @@ def word_log_probabilities(answers: Answers, options: QuadOptions) -> FeatureSet
     lengths = np.array(answers.train[0].num_tokens)
     train = np.array([answer.log_probs for answer in answers.train])
     test = np.array([answer.log_probs for answer in answers.test])
-    # NaN marks words of several tokens where the task wants one-token words only. The training documents decide, which every
-    # rank has; after an odd end of an evaluated document a word may have another number of tokens.
+    # NaN marks words of several tokens where the task wants one-token words only. The training documents decide; after an odd
+    # end of an evaluated document a word may have another number of tokens.
     kept = ~np.isnan(train).any(axis=0)
     if np.isnan(test[:, kept]).any():
         word = [word for word, flag in zip(answers.words, kept, strict=True) if flag][

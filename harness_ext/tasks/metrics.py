@@ -26,6 +26,7 @@ __all__ = [
     "aggregate_evaluate_metric",
     "aggregate_runs",
     "ensemble_accuracies",
+    "load_evaluate_metric",
     "macro_f1",
     "macro_f1_stderr",
     "of_sweep",
@@ -242,6 +243,28 @@ def aggregate_runs(items: Sequence[GoldAndPredictions], metric: Callable[[np.nda
     """Mean over runs of `metric(gold (n,), predictions (n,))`."""
     gold, predicted = _runs(items)
     return float(np.mean([metric(gold, run) for run in predicted]))
+
+
+def load_evaluate_metric(name: str, *, source: str) -> Callable[..., Any]:
+    """`compute` of a metric of the `evaluate` library, for one that lm_eval could not load: it drops the reason.
+
+    Args:
+        name: As `evaluate.load` takes it: a name or the path of a script.
+        source: The task's YAML, for the error.
+
+    Raises:
+        ValueError: With the reason why it cannot be loaded.
+    """
+    import evaluate
+
+    try:
+        return evaluate.load(name).compute
+    except Exception as error:  # a metric script may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{source}: the evaluate library could not load metric {name!r} ({reason}). Correct `metric_list`, install what "
+            "it needs, or without internet give the path of its script."
+        ) from error
 
 
 def aggregate_evaluate_metric(

@@ -189,17 +189,15 @@ class NaturalTask(PromptTask):
                     [asked.premise for asked in self._bare[doc_id]],
                 )
             )
-        # Centred over all evaluated documents, whichever rank computed them.
-        everywhere = self.gather(rows)
-        labels = np.array([label for _, label, *_ in everywhere])
+        labels = np.array([label for _, label, *_ in rows])
         by_prompt = [
-            self._calibrate([of_prompts[prompt] for *_, of_prompts, _ in everywhere], self._class_of_word[prompt])
+            self._calibrate([of_prompts[prompt] for *_, of_prompts, _ in rows], self._class_of_word[prompt])
             for prompt in range(num_prompts)
         ]
-        premises = zip(*(of_document for *_, of_document in everywhere), strict=True)
+        premises = zip(*(of_document for *_, of_document in rows), strict=True)
         self._report |= {
-            "documents": len(everywhere),
-            "cut_documents": sum(was_cut for _, _, was_cut, *_ in everywhere),
+            "documents": len(rows),
+            "cut_documents": sum(was_cut for _, _, was_cut, *_ in rows),
             "majority_rate": scores.majority_rate(labels, len(self.classes)),
             "prompts": [
                 described | self._describe_scores(calibrated, labels, _the_only_one(of_prompt))
@@ -207,7 +205,7 @@ class NaturalTask(PromptTask):
             ],
         }
         self._warn()
-        self.keep_items([keys for keys, *_ in everywhere], labels, self._metric_items(by_prompt, labels))
+        self.keep_items([keys for keys, *_ in rows], labels, self._metric_items(by_prompt, labels))
 
     def _calibrate(self, log_probs: list[Any], class_of_word: np.ndarray) -> Calibrated:
         """Scores of one prompt from (prompt, premise, content-free ...) log-probabilities of the words, by document."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from harness_ext.contracts import ALL_LAYERS, LAST_LAYER
 
-__all__ = ["ProbeOptions", "QuadOptions", "read_options"]
+__all__ = ["ProbeOptions", "QuadOptions", "check_settings", "read_options"]
 
 
 class _Checked(Protocol):
@@ -45,13 +45,53 @@ def read_options(cls: type[Options], key: str, value: Any, task: str) -> Options
     options = {name: tuple(given) if isinstance(given, list) else given for name, given in value.items()}
     for name in ("seeds", "c_grid"):
         given = options.get(name)
-        if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
-            options[name] = (given,)
+        if name in options and (isinstance(given, str) or not isinstance(given, Sequence)):
+            options[name] = None if given is None and name == "c_grid" else (given,)
     result = cls(**options)
     problem = result.problem()
     if problem:
         raise ValueError(f"{form}: {problem}.")
     return result
+
+
+_SETTINGS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(
+        ("training_split", "validation_split", "test_split", "fewshot_split"), (str, "the name of a split")
+    ),
+    "dataset_name": (str, "a name"),
+    **dict.fromkeys(("target_delimiter", "fewshot_delimiter", "gen_prefix"), (str, "a string")),
+    "dataset_kwargs": (Mapping, "a mapping"),
+    "metadata": (Mapping, "a mapping"),
+}
+"""What lm_eval reads and does not check; None stands for the default, where that is not a string."""
+
+_NEVER_NONE = ("target_delimiter", "fewshot_delimiter")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of a task's YAML that are of the wrong type, of which lm_eval would make an error that names neither.
+
+    Args:
+        settings: The YAML, as lm_eval hands it to the task.
+
+    Raises:
+        ValueError: With the name of the setting, what is expected and what is there.
+    """
+    metadata = settings.get("metadata")
+    source = metadata.get("config_source", "task config") if isinstance(metadata, Mapping) else "task config"
+    for key, (kind, expected) in _SETTINGS.items():
+        value = settings.get(key)
+        is_default = value is None and not (key in settings and key in _NEVER_NONE)
+        if not is_default and not isinstance(value, kind):
+            raise ValueError(f"{source}: task {settings.get('task')!r}: `{key}:` is {value!r}, expected {expected}.")
+    shots = settings.get("num_fewshot")
+    if shots is not None and not (_is_integer(shots) and shots >= 0):
+        raise ValueError(f"{source}: `num_fewshot:` is {shots!r}, expected an integer of at least 0.")
+    entries = settings.get("metric_list") or []
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, Mapping) and isinstance(entry.get("metric"), str) for entry in entries
+    ):
+        raise ValueError(f"{source}: `metric_list:` is {entries!r}, expected a list such as [{{metric: acc}}].")
 
 
 def _is_integer(value: Any) -> bool:

@@ -241,19 +241,17 @@ class ProbeTask(PromptTask):
         labels = {doc_id: self.label_of(of_document[0].doc) for doc_id, of_document in instances.items()}
         tested = [doc_id for doc_id in instances if doc_id >= 0]
         trained = [doc_id for doc_id in instances if doc_id < 0]
-        everywhere = self.gather([(labels[doc_id], _was_cut(instances[doc_id])) for doc_id in tested])
-        gold = np.array([label for label, _ in everywhere])
+        train_labels = np.array([labels[doc_id] for doc_id in trained])
+        test_labels = np.array([labels[doc_id] for doc_id in tested])
         self._report |= {
             "features": self.FEATURES,
-            "documents": len(everywhere),
-            "majority_rate": scores.majority_rate(gold, len(self.classes)),
+            "documents": len(tested),
+            "majority_rate": scores.majority_rate(test_labels, len(self.classes)),
             "training_documents": [len(sample) for sample in self._samples],
-            "cut_documents": sum(was_cut for _, was_cut in everywhere),
+            "cut_documents": sum(_was_cut(instances[doc_id]) for doc_id in tested),
             "cut_training_documents": sum(_was_cut(instances[doc_id]) for doc_id in trained),
             "options": _plain(asdict(self.options)),
         }
-        train_labels = np.array([labels[doc_id] for doc_id in trained])
-        test_labels = np.array([labels[doc_id] for doc_id in tested])
         position = {doc_id: place for place, doc_id in enumerate(trained)}
         samples = [np.array([position[-1 - int(doc)] for doc in sample]) for sample in self._samples]
         by_prompt = []
@@ -271,7 +269,7 @@ class ProbeTask(PromptTask):
             log_probs = [sets[best].log_probabilities(fits[best][seed]) for seed, best in enumerate(chosen)]
             by_prompt.append(np.stack(log_probs, axis=1))
             entry |= self._describe_prompt(sets, fits, chosen, test_labels)
-            is_low = scores.at_or_below_majority(entry["acc"], gold, len(self.classes))
+            is_low = scores.at_or_below_majority(entry["acc"], test_labels, len(self.classes))
             entry["at_or_below_majority"] = ["acc"] if is_low else []
             if not self.kind.layers:
                 entry |= self._compare_with_f(answers, entry["acc"], train_labels, test_labels, samples)
@@ -360,9 +358,9 @@ class ProbeTask(PromptTask):
         return result | dict(sets[0].features.report)
 
     def _credit(self, sets: Sequence[_Probed], fits: Sequence[Sequence[ProbeFit]], labels: np.ndarray) -> np.ndarray:
-        """Tie-aware accuracy, shape (documents of all ranks, sets, seeds)."""
+        """Tie-aware accuracy, shape (documents, sets, seeds)."""
         credit = [[probed.credit(fit, labels) for fit in of_set] for probed, of_set in zip(sets, fits, strict=True)]
-        return np.array(self.gather(list(np.moveaxis(np.array(credit), 2, 0))), dtype=np.float64)
+        return np.moveaxis(np.array(credit, dtype=np.float64), 2, 0)
 
     def _compare_with_f(
         self,

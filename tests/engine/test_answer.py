@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ MEANS = Feature(mixture=CONDITIONAL_MEAN)
 WORDS = (" great", " terrible", " outstanding work")
 
 
-def run(texts: Sequence[str], requests: Sequence[PromptRequest], *, store: Path | None = None):
+def run(texts: Sequence[str], requests: Sequence[PromptRequest], *, store: Path | None = None, **limits: int):
     model = tiny_model("gpt2")
     return answer_requests(
         texts,
@@ -34,8 +35,7 @@ def run(texts: Sequence[str], requests: Sequence[PromptRequest], *, store: Path 
         model=LastStateModel(model, device=torch.device("cpu")),
         encoder=PromptEncoder(tiny_tokenizer(), max_length=128, add_special_tokens=None, prefix_token_id=0),
         store=None if store is None else FeatureStore(store, "a" * 32, description="tiny"),
-        max_rows=64,
-        max_tokens=4096,
+        **{"max_rows": 64, "max_tokens": 4096, **limits},
         progress=False,
     )
 
@@ -163,3 +163,39 @@ def test_equal_requests_share_their_argument() -> None:
     assert PromptRequest.from_argument(request(3).to_argument()) is PromptRequest.from_argument(
         copy.deepcopy(request(3).to_argument())
     )
+
+
+@pytest.mark.parametrize("features", [(), (F, Feature(1, "mean")), (MEANS,)], ids=["words", "layers", "mixture"])
+def test_a_pass_that_was_broken_off_ends_with_the_very_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: tuple[Feature, ...]
+) -> None:
+    """Rounding depends on what is computed together, so the second run must not plan anew."""
+    monkeypatch.setattr(answer_module, "READOUT_ROWS", 7)
+    words = random.Random(0).choices(["a", "film", "the", "end", "good", "bad", "of", "is"], k=1000)
+    texts = [" ".join(words[10 * i : 10 * i + 2 + i % 9]) for i in range(60)]
+    requests = [PromptRequest(WORDS, features if i % 3 else ()) for i in range(len(texts))]
+    limits = {"max_rows": 6, "max_tokens": 256}
+    expected, whole = run(texts, requests, **limits)
+    states = LastStateModel.states
+    for after in (0, 1, 4):
+        folder = tmp_path / str(after)
+        calls = 0
+
+        def break_off(*args, after: int = after):
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise KeyboardInterrupt
+            return states(*args)
+
+        monkeypatch.setattr(LastStateModel, "states", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            run(texts, requests, store=folder, **limits)
+        monkeypatch.setattr(LastStateModel, "states", states)
+        found, rest = run(texts, requests, store=folder, **limits)
+        assert rest.from_store + rest.forwarded == whole.forwarded
+        assert (rest.from_store > 0) == (after > 0)
+        for one, other, request in zip(found, expected, requests, strict=True):
+            assert one == other
+            for feature in request.features:
+                assert np.array_equal(one.source.take([one.row], feature), other.source.take([other.row], feature))

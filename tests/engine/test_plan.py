@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from harness_ext.engine.plan import (
     WIDE_ROW,
+    Portion,
     SequenceTable,
     Tree,
     common_prefix_length,
     make_batches,
+    make_portions,
     pack,
     sequence_key,
     share_prefixes,
@@ -152,3 +154,38 @@ def test_the_plan_does_not_depend_on_the_order_of_requests(sequences, random) ->
     expected = make_batches(share_prefixes(sequences, chosen), max_rows=4, max_tokens=30)
     random.shuffle(chosen)
     assert make_batches(share_prefixes(sequences, chosen), max_rows=4, max_tokens=30) == expected
+
+
+LIMITS = {"max_rows": 3, "max_tokens": 24}
+
+
+@given(DISTINCT, st.data())
+def test_portions_hold_every_sequence_once(sequences, data: st.DataObject) -> None:
+    is_stored = np.array(data.draw(st.lists(st.booleans(), min_size=len(sequences), max_size=len(sequences))))
+    portions = make_portions(sequences, is_stored, **LIMITS, max_sequences=5)
+    stored = [sequence for portion in portions for sequence in portion.stored]
+    forwarded = [s for portion in portions for batch in portion.batches for tree in batch for s in tree.sequences]
+    assert sorted(stored) == np.flatnonzero(is_stored).tolist()
+    assert sorted(forwarded) == np.flatnonzero(~is_stored).tolist()
+    for portion in portions:
+        count = len(portion.stored) + sum(len(tree.sequences) for batch in portion.batches for tree in batch)
+        assert count <= 5 or (len(portion.batches), len(portion.stored)) in {(1, 0), (0, count)}
+
+
+@given(DISTINCT, st.integers(0, 40))
+def test_a_run_that_was_broken_off_goes_on_with_the_same_batches_and_portions(sequences, done: int) -> None:
+    whole = make_portions(sequences, np.zeros(len(sequences), dtype=bool), **LIMITS, max_sequences=5)
+    batches = [batch for portion in whole for batch in portion.batches]
+    is_stored = np.zeros(len(sequences), dtype=bool)
+    for batch in batches[:done]:
+        is_stored[[sequence for tree in batch for sequence in tree.sequences]] = True
+    rest = make_portions(sequences, is_stored, **LIMITS, max_sequences=5)
+    assert [batch for portion in rest for batch in portion.batches] == batches[done:]
+
+    def members(portions: list[Portion]) -> list[list[int]]:
+        return [
+            sorted([*portion.stored, *(s for batch in portion.batches for tree in batch for s in tree.sequences)])
+            for portion in portions
+        ]
+
+    assert members(rest) == members(whole)

@@ -1,26 +1,28 @@
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from harness_ext.contracts import Feature, PromptRequest
+from harness_ext.contracts import CONDITIONAL_MEAN, Feature, PromptRequest, Span
 from harness_ext.engine import store as store_module
 from harness_ext.engine.answer import answer_requests
 from harness_ext.engine.fingerprint import model_fingerprint
 from harness_ext.engine.forward import LastStateModel
-from harness_ext.engine.store import FeatureStore, cache_info, cache_root, clear_cache
+from harness_ext.engine.store import FeatureStore, cache_info, cache_limit, cache_root, clear_cache
 from harness_ext.engine.tokens import PromptEncoder
 
 F = Feature()
@@ -36,96 +38,337 @@ def shards(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors"))
 
 
-def filled(root: Path) -> FeatureStore:
-    store = open_store(root)
-    store.add(F, KEYS[:4], STATES[:4])
+def journals(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.journal"))
+
+
+def fill(root: Path, rows: slice = slice(0, 4), fingerprint: str = "a" * 32) -> None:
+    store = open_store(root, fingerprint)
+    store.add(F, KEYS[rows], STATES[rows])
     store.close()
-    return open_store(root)
+
+
+def leave_journal(root: Path, batches: int = 3) -> Path:
+    """What a process leaves that is killed after some batches of two states."""
+    store = open_store(root)
+    for batch in range(batches):
+        store.add(F, KEYS[2 * batch : 2 * batch + 2], STATES[2 * batch : 2 * batch + 2])
+    (path,) = journals(root)
+    content = path.read_bytes()
+    store.close()
+    for shard in shards(root):
+        shard.unlink()
+    path.write_bytes(content)
+    return path
+
+
+def found_in(root: Path, keys: list[bytes] = KEYS) -> list[int]:
+    """Which of the keys a new store finds; what it finds must be right."""
+    store = open_store(root)
+    found, states = store.get(F, keys)
+    store.close()
+    places = np.flatnonzero(found).tolist()
+    assert states is None if not places else np.array_equal(states, STATES[places])
+    return places
 
 
 def test_what_is_stored_is_found_in_any_order(tmp_path: Path) -> None:
-    found, states = filled(tmp_path).get(F, [KEYS[5], KEYS[2], KEYS[0]])
+    fill(tmp_path)
+    found, states = open_store(tmp_path).get(F, [KEYS[5], KEYS[2], KEYS[0]])
     assert found.tolist() == [False, True, True]
     assert np.array_equal(states, STATES[[2, 0]])
 
 
-@pytest.mark.parametrize("other", [Feature(1), Feature(pooling="mean")])
+@pytest.mark.parametrize("other", [Feature(1), Feature(pooling="mean"), Feature(mixture=CONDITIONAL_MEAN)])
 def test_another_feature_or_model_never_hits(tmp_path: Path, other: Feature) -> None:
-    assert not filled(tmp_path).get(other, KEYS)[0].any()
+    fill(tmp_path)
+    assert not open_store(tmp_path).get(other, KEYS)[0].any()
     assert not open_store(tmp_path, "b" * 32).get(F, KEYS)[0].any()
 
 
-def test_many_small_writes_become_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "FLUSH_SECONDS", 0.0)
+def test_many_batches_become_one_shard(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for key, state in zip(KEYS, STATES, strict=True):
         store.add(F, [key], state[np.newaxis])
-    assert len(shards(tmp_path)) == len(KEYS)
+    assert not shards(tmp_path)
     store.close()
     assert len(shards(tmp_path)) == 1
-    assert np.array_equal(open_store(tmp_path).get(F, KEYS)[1], STATES)
+    assert not journals(tmp_path)
+    assert found_in(tmp_path) == list(range(6))
 
 
-def test_shards_are_merged_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "FLUSH_SECONDS", 0.0)
+def test_journals_become_shards_at_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 300)
     store = open_store(tmp_path)
     for key, state in zip(KEYS, STATES, strict=True):
         store.add(F, [key], state[np.newaxis])
-    one = shards(tmp_path)[0].stat().st_size
-    monkeypatch.setattr(store_module, "SHARD_BYTES", 2 * one)
+        assert sum(path.stat().st_size for path in journals(tmp_path)) < 300
     store.close()
-    assert len(shards(tmp_path)) == 3
-    assert np.array_equal(open_store(tmp_path).get(F, KEYS)[1], STATES)
+    assert len(shards(tmp_path)) > 1
+    assert found_in(tmp_path) == list(range(6))
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
+def test_what_was_added_is_found_at_once_by_this_and_other_processes(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.add(F, KEYS[:2], STATES[:2])
+    assert store.get(F, KEYS)[0].sum() == 2
+    assert found_in(tmp_path) == [0, 1]
+    store.add(F, KEYS[2:4], STATES[2:4])
+    store.close()
+    store.add(F, KEYS[4:], STATES[4:])  # after it was closed
+    assert store.get(F, KEYS)[0].all()
 
 
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+# ------------------------------------------------------------------------------------------------------ damage
 
 
 def other_version(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":"1"', b'"format":"9"'))
+    path.write_bytes(path.read_bytes().replace(b'"format":"1"', b'"format":"9"').replace(b"HXSTATE1", b"HXSTATE9"))
 
 
 def no_safetensors(path: Path) -> None:
-    path.write_bytes(b"\x80\x04not what it says")
+    path.write_bytes(b"\x80\x04not what it says, and long enough for the header of a frame")
 
 
-@pytest.mark.parametrize("damage", [cut_short, flip_a_bit, other_version, no_safetensors])
-def test_a_damaged_shard_is_skipped_with_a_warning(tmp_path: Path, damage, caplog: pytest.LogCaptureFixture) -> None:
-    filled(tmp_path)
-    second = open_store(tmp_path)
-    second.add(F, KEYS[4:], STATES[4:])
-    second.close()
-    damage(shards(tmp_path)[0])
-    found, states = open_store(tmp_path).get(F, KEYS)
-    assert found.tolist() == [False] * 4 + [True] * 2
-    assert np.array_equal(states, STATES[4:])
+@pytest.mark.parametrize("damage", [other_version, no_safetensors])
+@pytest.mark.parametrize("kind", [".safetensors", ".journal"])
+def test_a_file_that_is_not_ours_is_skipped_with_a_warning(
+    tmp_path: Path, damage: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == ".journal":
+        damage(leave_journal(tmp_path, 2))
+    else:
+        fill(tmp_path)
+        damage(shards(tmp_path)[0])
+    fill(tmp_path, slice(4, 6))
+    assert found_in(tmp_path) == [4, 5]
     assert "cannot be used" in caplog.text
     assert "cache clear" in caplog.text
 
 
+def test_every_flipped_bit_of_a_shard_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Header length, header, keys and states: what is served is right, whichever bit is wrong."""
+    fill(tmp_path)
+    (path,) = shards(tmp_path)
+    content = path.read_bytes()
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    unseen = []
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        caplog.clear()
+        if found_in(tmp_path) == [0, 1, 2, 3]:
+            unseen.append(bit)
+        elif not caplog.records:
+            assert bit // 8 >= header_end  # a key that nobody asks for
+    # The padding of the header says nothing; there is no other bit without a meaning.
+    assert {content[bit // 8] for bit in unseen} <= {ord(" ")}
+
+
+def test_every_flipped_bit_of_a_journal_is_seen(tmp_path: Path) -> None:
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    frame = len(content) // 3
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        for left in [*shards(tmp_path), *journals(tmp_path)]:
+            left.unlink()
+        path.write_bytes(damaged)
+        # The frames before the damaged one are whole.
+        assert found_in(tmp_path) == list(range(2 * (bit // 8 // frame)))
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".journal"])
+def test_a_file_that_was_cut_short_anywhere(tmp_path: Path, kind: str) -> None:
+    if kind == ".journal":
+        path = leave_journal(tmp_path)
+    else:
+        fill(tmp_path, slice(0, 6))
+        (path,) = shards(tmp_path)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        for left in [*shards(tmp_path), *journals(tmp_path)]:
+            left.unlink()
+        path.write_bytes(content[:length])
+        whole = length // (len(content) // 3) if kind == ".journal" else 0
+        assert found_in(tmp_path) == list(range(2 * whole))
+
+
+def test_files_of_other_states_do_not_mix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fill(tmp_path)
+    store = open_store(tmp_path)
+    store.add(F, KEYS[4:], np.ones((2, 7), dtype=np.float32))
+    store.close()
+    assert found_in(tmp_path) == [0, 1, 2, 3]
+    assert "not like those of the other files" in caplog.text
+
+
+# ----------------------------------------------------------------------------------------- after a killed process
+
+
+def test_a_journal_that_was_left_becomes_a_shard_and_temporary_files_go(tmp_path: Path) -> None:
+    path = leave_journal(tmp_path)
+    path.write_bytes(path.read_bytes() + b"HXSTATE1 and half a frame")
+    temporary = path.with_name(".half.safetensors.0000.tmp")
+    temporary.write_bytes(b"half a shard")
+    assert found_in(tmp_path) == list(range(6))
+    assert not journals(tmp_path)
+    assert not temporary.exists()
+    assert len(shards(tmp_path)) == 1
+    assert found_in(tmp_path) == list(range(6))
+
+
+def test_a_journal_whose_shard_is_complete_only_goes(tmp_path: Path) -> None:
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    assert found_in(tmp_path) == list(range(6))
+    path.write_bytes(content)  # as if the process had been killed before it could remove it
+    assert found_in(tmp_path) == list(range(6))
+    assert not journals(tmp_path)
+    assert cache_info(tmp_path)[0].rows == 6
+
+
+def test_nothing_is_cleared_up_while_another_process_uses_the_model(tmp_path: Path) -> None:
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    other = open_store(tmp_path)
+    path.write_bytes(content)
+    temporary = path.with_name(".shard.safetensors.0000.tmp")
+    temporary.write_bytes(b"half a shard, which the other process is writing")
+    assert found_in(tmp_path) == list(range(6))
+    assert path.exists()
+    assert temporary.exists()
+    other.close()
+    assert found_in(tmp_path) == list(range(6))
+    assert not path.exists()
+    assert not temporary.exists()
+
+
+def test_a_damaged_journal_stays_and_serves_what_is_before_the_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = leave_journal(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # in the second of three frames
+    path.write_bytes(content)
+    for _ in range(2):
+        assert found_in(tmp_path) == [0, 1]
+        assert path.exists()
+    assert caplog.text.count("cannot be used") == 2
+
+
+def test_processes_that_make_a_store_at_once_lock_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A description that the second replaced would leave the first with a lock that nobody sees."""
+    first = open_store(tmp_path)
+    inode = (tmp_path / ("a" * 32) / "model.json").stat().st_ino
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: False)  # the second looked before the first had made it
+        second = FeatureStore(tmp_path, "a" * 32, description="under another name")
+    assert (tmp_path / ("a" * 32) / "model.json").stat().st_ino == inode
+    assert cache_info(tmp_path)[0].description == "tiny (float32)"
+    assert not first._lock.alone()
+    second.close()
+    assert first._lock.alone()
+
+
+def test_a_description_that_was_not_written_is_written_later(tmp_path: Path) -> None:
+    (tmp_path / ("a" * 32)).mkdir()
+    (tmp_path / ("a" * 32) / "model.json").write_bytes(b"")  # by a process that was killed
+    assert cache_info(tmp_path) == []
+    open_store(tmp_path)
+    assert cache_info(tmp_path)[0].description == "tiny (float32)"
+
+
+def test_an_interrupt_in_the_middle_of_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    store.add(F, KEYS[:2], STATES[:2])
+    write, calls = os.write, []
+
+    def interrupted(descriptor: int, content: Any) -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return write(descriptor, content[:40])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.add(F, KEYS[2:4], STATES[2:4])
+    store.add(F, KEYS[4:], STATES[4:])
+    store.close()
+    assert found_in(tmp_path) == [0, 1, 4, 5]
+
+
+# --------------------------------------------------------------------------------------- folders that take no states
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file may become longer than 500 bytes: the system writes what fits and refuses the rest, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_full_disk_stops_storing_but_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, full_disk: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(tmp_path)
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(store_module, "save_file", full)
-    store.add(F, KEYS, STATES)
+    for key, state in zip(KEYS, STATES, strict=True):  # the third does not fit
+        store.add(F, [key], state[np.newaxis])
+    assert store.get(F, KEYS)[0].tolist() == [True, True, False, False, False, False]
     store.close()
     store.add(F, KEYS, STATES)
     store.close()
-    assert caplog.text.count("No space left on device") == 1
+    assert caplog.text.count("States cannot be written") == 1
     assert "HARNESS_EXT_CACHE" in caplog.text
-    assert [path for path in tmp_path.rglob("*") if path.suffix in {".safetensors", ".tmp"}] == []
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert found_in(tmp_path) == [0, 1]
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A store with four states in a folder that this process may read only."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        fill(root / "store")
+        folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+        for folder in folders:
+            folder.chmod(0o555)
+        for path in root.rglob("*"):
+            if path.is_file():
+                path.chmod(0o444)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)  # permissions do not hold for root
+        yield root / "store"
+        if is_root:
+            os.seteuid(0)
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+def test_a_folder_that_can_only_be_read_serves_and_warns_once(
+    read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(read_only)
+    assert store.get(F, KEYS)[0].tolist() == [True] * 4 + [False] * 2
+    assert not caplog.records
+    for _ in range(3):
+        store.add(F, KEYS[4:], STATES[4:])
+    store.close()
+    assert caplog.text.count("States cannot be written") == 1
+    other = open_store(read_only, "b" * 32)
+    other.add(F, KEYS, STATES)
+    other.close()
+    assert not other.get(F, KEYS)[0].any()
+    assert caplog.text.count("States cannot be written") == 2
 
 
 def test_a_store_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,8 +380,111 @@ def test_a_store_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.
     assert "cannot be written" in caplog.text
 
 
+# -------------------------------------------------------------------------------------------------------- the limit
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("", 20 * 2**30), ("off", None), ("1000", 1000), ("50GB", 50 * 10**9), ("1.5 gib", 3 * 2**29), ("2M", 2 * 10**6)],
+)
+def test_cache_limit(monkeypatch: pytest.MonkeyPatch, given: str, expected: int | None) -> None:
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", given)
+    assert cache_limit() == expected
+
+
+@pytest.mark.parametrize("given", ["plenty", "-5GB", "5 pounds", "GB"])
+def test_a_limit_that_is_no_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str) -> None:
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", given)
+    with pytest.raises(ValueError, match=f"HARNESS_EXT_CACHE_LIMIT is {given!r}; expected a size such as 50GB"):
+        open_store(tmp_path)
+
+
+def sizes(root: Path) -> int:
+    return sum(path.stat().st_size for path in [*shards(root), *journals(root)])
+
+
+def three_models(root: Path) -> None:
+    """Models a, b and c, used in this order, of one shard of 1,000 bytes or a little more."""
+    for age, name in enumerate("abc"):
+        store = open_store(root, name * 32)
+        store.add(F, KEYS, np.zeros((6, 36), dtype=np.float32))
+        store.close()
+        for path in (root / (name * 32)).rglob("*.safetensors"):
+            os.utime(path, (10**9 + age, 10**9 + age))
+    assert 3000 < sizes(root) < 4000
+
+
+def models_with_states(root: Path) -> str:
+    return "".join(sorted(path.parents[1].name[0] for path in shards(root)))
+
+
+def test_the_least_recently_used_states_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three_models(tmp_path)
+    store = open_store(tmp_path)
+    store.get(F, KEYS[:1])  # model a is used again
+    store.close()
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "3600")
+    fill(tmp_path, slice(0, 6), "d" * 32)
+    assert models_with_states(tmp_path) == "acd"
+    assert sizes(tmp_path) <= 3600
+
+
+def test_states_that_a_process_uses_are_not_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    three_models(tmp_path)
+    reader, writer = open_store(tmp_path), open_store(tmp_path, "b" * 32)
+    writer.add(Feature(1), KEYS, STATES)
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "1500")
+    fill(tmp_path, slice(0, 6), "d" * 32)
+    assert models_with_states(tmp_path) == "ab"
+    assert len(journals(tmp_path)) == 1
+    assert caplog.text.count("has reached its limit") == 1
+    writer.close()
+    reader.close()
+    fill(tmp_path, slice(0, 6), "d" * 32)
+    assert models_with_states(tmp_path) == "bd"  # of b what is new
+    assert not open_store(tmp_path, "b" * 32).get(F, KEYS)[0].any()
+
+
+def test_a_model_gives_way_to_its_own_states_but_not_to_those_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_store(tmp_path)
+    for layer in range(3):
+        first.add(Feature(layer), KEYS, np.zeros((6, 36), dtype=np.float32))
+    first.close()
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "3500")
+    store = open_store(tmp_path)
+    assert store.get(Feature(0), KEYS)[0].all()
+    for layer in range(3, 9):
+        store.add(Feature(layer), KEYS, np.zeros((6, 36), dtype=np.float32))
+        assert sizes(tmp_path) <= 3500
+    store.close()
+    kept = [layer for layer in range(9) if store.get(Feature(layer), KEYS)[0].all()]
+    # What was read, and of the new ones those that fit beside it.
+    assert kept == [0, 3, 4]
+    assert caplog.text.count("has reached its limit") == 1
+
+
+def test_what_is_not_ours_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "gpt2").mkdir(parents=True)
+    precious = tmp_path / "models" / "gpt2" / "model.safetensors"
+    precious.write_bytes(bytes(5000))
+    fill(tmp_path)
+    note = tmp_path / ("a" * 32) / F.name / "note.txt"
+    note.write_text("mine")
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "700")
+    fill(tmp_path, slice(0, 6), "b" * 32)
+    assert precious.exists()
+    assert note.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+
+
 def _add_rows(root: str, start: int) -> None:
-    store_module.FLUSH_SECONDS = 0.0
+    store_module.SHARD_BYTES = 2000
     store = open_store(Path(root))
     for i in range(start, start + 40):
         store.add(F, [i.to_bytes(16, "big")], np.full((1, 4), i, dtype=np.float32))
@@ -169,7 +515,7 @@ def test_cache_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_info_and_clear(tmp_path: Path) -> None:
-    filled(tmp_path)
+    fill(tmp_path)
     open_store(tmp_path, "b" * 32)
     (tmp_path / "not ours").mkdir()
     (tmp_path / "not ours" / "thesis.tex").write_text("…")
@@ -186,44 +532,6 @@ def test_info_and_clear(tmp_path: Path) -> None:
     assert cache_info(tmp_path / "nowhere") == []
 
 
-# ------------------------------------------------------------------------------------------------- fingerprint
-
-
-def test_fingerprint_is_of_the_weights_not_of_the_name() -> None:
-    first, second = tiny_model("gpt2"), tiny_model("gpt2")
-    second.config._name_or_path = "somewhere/else"
-    assert model_fingerprint(first) == model_fingerprint(second)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_fingerprint_changes_with_one_bit(family: str) -> None:
-    model = tiny_model(family)
-    before = model_fingerprint(model)
-    weight = next(model.parameters())
-    bits = weight.detach().view(torch.int32)
-    bits[-1, -1] ^= 1
-    assert model_fingerprint(model) != before
-    bits[-1, -1] ^= 1
-    assert model_fingerprint(model) == before
-
-
-def test_fingerprint_changes_with_dtype_config_and_adapter() -> None:
-    model = tiny_model("llama")
-    prints = {model_fingerprint(model), model_fingerprint(model, autocast_dtype=torch.bfloat16)}
-    prints.add(model_fingerprint(tiny_model("llama", dtype=torch.bfloat16)))
-    model.config.rms_norm_eps = 1e-3
-    prints.add(model_fingerprint(model))
-    model.config.rms_norm_eps = 1e-6
-    peft = pytest.importorskip("peft")
-    for alpha in (8, 16):
-        adapted = peft.get_peft_model(
-            tiny_model("llama"), peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
-        )
-        prints.add(model_fingerprint(adapted))
-    assert None not in prints
-    assert len(prints) == 6
-
-
 # ------------------------------------------------------------------------------------------------- whole passes
 
 TEXTS = [f"film number {i} This movie is" for i in range(12)]
@@ -231,14 +539,15 @@ F_ONLY = [PromptRequest(features=(F,))] * len(TEXTS)
 REQUESTS = [PromptRequest((" great", " outstanding"), (Feature(), Feature(1)))] * len(TEXTS)
 
 
-def run(root: Path | None, *, model=None, texts=TEXTS, requests=REQUESTS):
+def run(root: Path | None, *, model=None, texts=TEXTS, requests=REQUESTS, **options):
+    settings = {"max_length": 128, "add_special_tokens": None, "prefix_token_id": 0} | options
     model = model or tiny_model("gpt2")
     fingerprint = model_fingerprint(model)
     return answer_requests(
         texts,
         requests,
         model=LastStateModel(model, device=torch.device("cpu")),
-        encoder=PromptEncoder(tiny_tokenizer(), max_length=128, add_special_tokens=None, prefix_token_id=0),
+        encoder=PromptEncoder(tiny_tokenizer(), **settings),
         store=None if root is None else FeatureStore(root, str(fingerprint), description="tiny"),
         max_rows=2,
         max_tokens=4096,
@@ -271,6 +580,28 @@ def test_only_what_is_missing_is_forwarded(tmp_path: Path) -> None:
     assert summary.forwarded == len(TEXTS)
 
 
+CHAT = "<eos>user: {} assistant:"
+
+
+def test_another_template_or_truncation_length_never_hits(tmp_path: Path) -> None:
+    """A text is found by what the model reads, so these differ in their keys."""
+    _, full = run(tmp_path, requests=F_ONLY)
+    assert full.forwarded == len(TEXTS)
+    for texts in ([text.replace("This movie is", "It was") for text in TEXTS], [CHAT.format(text) for text in TEXTS]):
+        _, summary = run(tmp_path, texts=texts, requests=F_ONLY)
+        assert summary.from_store == 0
+    texts = [f"1 2 3 4 5 6 7 8 {i} This movie is" for i in range(10)]
+    cut = [PromptRequest(features=(F,), document=Span(0, text.index(" This"))) for text in texts]
+    run(tmp_path, texts=texts, requests=[PromptRequest(features=(F,))] * 10)
+    for max_length in (10, 16):
+        _, summary = run(tmp_path, texts=texts, requests=cut, max_length=max_length)
+        assert summary.cut_prompts == 10
+        assert summary.from_store == 0
+    # But where nothing is cut the model reads the same.
+    _, summary = run(tmp_path, texts=texts, requests=cut, max_length=64)
+    assert summary.from_store == 10
+
+
 def test_the_store_moves_no_score(tmp_path: Path) -> None:
     without, _ = run(None)
     run(tmp_path, texts=TEXTS[3:9], requests=REQUESTS[:6])
@@ -283,8 +614,7 @@ SLOW_RUN = """
 import sys, time
 from pathlib import Path
 import torch
-from harness_ext.engine import plan, store as store_module
-store_module.FLUSH_SECONDS = 0.0
+from harness_ext.engine import plan
 plan.MIN_SHARED = 2.0  # no prompt shares a row with another
 import test_store
 from tiny import tiny_model

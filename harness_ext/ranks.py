@@ -1,0 +1,386 @@
+"""The processes of one job: how they share out work, what they tell each other, and how they end together.
+
+Every process ("rank") of a job that accelerate or torchrun has started has the whole model and sees all requests. Each computes
+its share, and what rank 0 needs to evaluate travels there by collectives of plain tensors on the model's device, so gloo and
+NCCL serve alike and no file system has to be shared. Rank 0 alone evaluates and writes.
+
+Two things do not go through collectives, which block and cannot be interrupted, but through the job's key-value store: how
+far all ranks are, for one progress bar; and that a rank has failed. A thread of every rank looks for that, so that no rank
+waits for one that is gone, whatever it is doing.
+
+Models whose weights are spread over the ranks (FSDP, ZeRO-3) gather them in every forward pass, on all ranks at once. A
+`Lockstep` lets each rank forward what and as often as it likes: ranks without work forward a dummy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+__all__ = ["ALONE", "Lockstep", "Progress", "Ranks", "end_together", "share_out", "show_first_error_only"]
+
+logger = logging.getLogger("lm_eval.harness_ext.engine")
+
+CHUNK_BYTES = 2**26
+"""Vectors sent at once, which are on the model's device twice meanwhile."""
+
+POLL_SECONDS = 0.5
+"""How often a rank looks whether another has failed, and rank 0 how far the others are."""
+
+GRACE_SECONDS = 4.0
+"""What a rank leaves the one that failed first for showing its error: launchers end all ranks when one of them ends."""
+
+STORE_SECONDS = 30
+"""How long the store may take to answer."""
+
+FAILED = "harness_ext/failed"
+
+
+class Ranks:
+    """The ranks of a job, seen from one of them.
+
+    Args:
+        rank: Place of this process, 0 to size - 1, over all nodes.
+        size: Number of processes.
+        device: Where tensors of collectives have to be: that of the model.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.device = device or torch.device("cpu")
+        self._counters = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Add arrays of equal shape, float64 or int64, of all ranks; every rank gets the sum."""
+        if self.is_alone:
+            return values
+        tensor = torch.from_numpy(np.array(values)).to(self.device)
+        torch.distributed.all_reduce(tensor)
+        return tensor.cpu().numpy()
+
+    def share(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in their order; plain JSON types, of a few megabytes at most."""
+        if self.is_alone:
+            return [value]
+        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        lengths = self.sum(np.eye(self.size, dtype=np.int64)[self.rank] * len(data)).tolist()
+        padded = np.zeros(max(lengths), dtype=np.uint8)
+        padded[: len(data)] = data
+        return [
+            json.loads(of_rank[:length].tobytes())
+            for of_rank, length in zip(self._gather(padded), lengths, strict=True)
+        ]
+
+    def gather_flags(self, flags: np.ndarray) -> np.ndarray:
+        """Return booleans (n,) of all ranks, shape (size, n)."""
+        if self.is_alone:
+            return flags[np.newaxis]
+        return np.array(
+            [np.unpackbits(bits, count=len(flags)) for bits in self._gather(np.packbits(flags))], dtype=bool
+        )
+
+    def _gather(self, values: np.ndarray) -> list[np.ndarray]:
+        """Arrays of equal shape, uint8, of all ranks."""
+        mine = torch.from_numpy(values).to(self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        torch.distributed.all_gather(found, mine)
+        return [of_rank.cpu().numpy() for of_rank in found]
+
+    def check_same(self, digest: str, what: str) -> None:
+        """Raise RuntimeError where ranks do not have the same of something that they share out."""
+        digests = self.share(digest)
+        if len(set(digests)) > 1:
+            odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+            raise RuntimeError(
+                f"Rank {', '.join(map(str, odd))} of {self.size} has other {what} than rank 0. All ranks need the same data, "
+                "prompts, tokenizer and options: compare the dataset copies, HARNESS_EXT_* variables and package versions of "
+                "the nodes."
+            )
+
+    def to_first(self, places: np.ndarray, table: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Send rows of a table to rank 0, which yields those of the others, a part at a time. All ranks must run through it.
+
+        Args:
+            places: Rows of the table to send, int64 of shape (n,).
+            table: float32 of shape (m, d).
+
+        Yields:
+            On rank 0: places, and rows of shape (k, d) that belong there.
+        """
+        if self.is_alone:
+            return
+        if not self.is_first:
+            sizes = torch.tensor([len(places), table.shape[1]], device=self.device)
+            torch.distributed.send(sizes, 0)
+            for part in _parts(len(places), table.shape[1]):
+                torch.distributed.send(torch.from_numpy(places[part]).to(self.device), 0)
+                torch.distributed.send(torch.from_numpy(table[places[part]]).to(self.device), 0)
+            return
+        for rank in range(1, self.size):
+            sizes = torch.zeros(2, dtype=torch.int64, device=self.device)
+            torch.distributed.recv(sizes, rank)
+            count, dim = sizes.tolist()
+            for part in _parts(count, dim):
+                size = part.stop - part.start
+                numbers = torch.empty(size, dtype=torch.int64, device=self.device)
+                vectors = torch.empty(size, dim, device=self.device)
+                torch.distributed.recv(numbers, rank)
+                torch.distributed.recv(vectors, rank)
+                yield numbers.cpu().numpy(), vectors.cpu().numpy()
+
+    def counter(self) -> Callable[[int], int]:
+        """A number that all ranks add to: a function that adds and returns the sum so far. Every rank must call this."""
+        self._counters += 1
+        store = _store()
+        if self.is_alone or store is None:
+            total = 0
+
+            def add_here(number: int) -> int:
+                nonlocal total
+                total += number
+                return total
+
+            return add_here
+        key = f"harness_ext/counter/{id_of_job()}/{self._counters}"
+        return lambda number: int(store.add(key, number))
+
+
+ALONE = Ranks()
+"""The ranks of a job of one process."""
+
+_jobs = 0
+
+
+def id_of_job() -> int:
+    """Number of evaluations that this process has begun, the same on all ranks."""
+    return _jobs
+
+
+def _parts(count: int, dim: int) -> Iterator[slice]:
+    size = max(1, CHUNK_BYTES // max(1, 4 * dim))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def share_out(costs: Sequence[float], size: int, *, possible: Sequence[Sequence[int]] | None = None) -> list[int]:
+    """Give pieces of work to ranks so that the busiest has little more than the others.
+
+    Largest first, each to the rank that has least (LPT, Graham 1969: at most 4/3 of the best).
+
+    Args:
+        costs: Of the pieces.
+        size: Number of ranks.
+        possible: Ranks that may take each piece; None: all may.
+
+    Returns:
+        The rank of each piece.
+    """
+    load = [0.0] * size
+    rank_of = [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        ranks = range(size) if possible is None else possible[piece]
+        rank_of[piece] = min(ranks, key=lambda rank: (load[rank], rank))
+        load[rank_of[piece]] += costs[piece]
+    return rank_of
+
+
+class Progress:
+    """A progress bar on rank 0 that counts what all ranks do.
+
+    Args:
+        ranks: The ranks; each must make one.
+        total: What all ranks together will have done.
+        initial: What was done before.
+        shown: Whether rank 0 shows it.
+        kwargs: Of tqdm.
+    """
+
+    def __init__(self, ranks: Ranks, *, total: int, initial: int = 0, shown: bool = True, **kwargs: Any) -> None:
+        self._ranks, self._initial = ranks, initial
+        self._done, self._finished = ranks.counter(), ranks.counter()
+        self._bar: Any = tqdm(total=total, initial=initial, disable=not (shown and ranks.is_first), **kwargs)
+
+    def update(self, number: int, note: str = "") -> None:
+        """Count what this rank has done."""
+        done = self._initial + self._done(number)
+        if self._ranks.is_first:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def finish(self) -> None:
+        """Wait on rank 0 until all ranks have called this, and close the bar."""
+        finished = self._finished(1)
+        while self._ranks.is_first and finished < self._ranks.size:
+            time.sleep(POLL_SECONDS / 10)
+            finished = self._finished(0)
+            self.update(0)
+        self.update(0)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- lockstep
+
+
+class Lockstep:
+    """Forward passes of a model that all ranks must make together.
+
+    Before each call of the model a rank tells the others, by a sum over ranks, that it makes one. A rank whose own work is done
+    goes on taking part with a dummy, until a sum is zero: then the work of all ranks is done.
+
+    Args:
+        ranks: The ranks.
+        model: The model, whose weights are spread over them.
+        dummy: Makes one forward pass of the model.
+    """
+
+    def __init__(self, ranks: Ranks, model: nn.Module, dummy: Callable[[], Any]) -> None:
+        self._ranks, self._model, self._dummy = ranks, model, dummy
+        self._is_dummy = False
+        self.num_dummies = 0
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Work of this rank that calls the model, some other number of times than the others do; all ranks must enter."""
+        # First of the hooks, since a sharded model gathers its weights in one of its own.
+        handle = self._model.register_forward_pre_hook(self._announce, prepend=True)
+        try:
+            yield
+            while self._active(0):
+                self._is_dummy = True
+                self._dummy()
+                self._is_dummy = False
+                self.num_dummies += 1
+        finally:
+            self._is_dummy = False
+            handle.remove()
+
+    def _announce(self, module: nn.Module, args: Any) -> None:
+        if not self._is_dummy:
+            self._active(1)
+
+    def _active(self, number: int) -> bool:
+        return bool(self._ranks.sum(np.array([number], dtype=np.int64))[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def _store() -> Any:
+    """The key-value store of the job, over a connection of its own; None where there is no job of several processes."""
+    global _own_store
+    if _own_store is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        _own_store = torch.distributed.distributed_c10d._get_default_store()
+        # A thread may wait for a key over the default connection, and hold it meanwhile.
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            _own_store = _own_store.clone()
+            _own_store.set_timeout(datetime.timedelta(seconds=STORE_SECONDS))
+    return _own_store
+
+
+_own_store: Any = None
+_is_mine: bool | None = None
+
+
+def _is_first_error() -> bool:
+    """Whether this process is the first of its job to fail. It tells the others, and says the same when asked again."""
+    global _is_mine
+    if _is_mine is None:
+        store = _store()
+        if store is None:
+            _is_mine = True
+        else:
+            me = str(torch.distributed.get_rank())
+            try:
+                _is_mine = store.compare_set(FAILED, "", me).decode() == me
+            except Exception:
+                print(f"rank {me} ends: the process that kept the job's store has ended, see there", file=sys.stderr)
+                _is_mine = False
+    return _is_mine
+
+
+@contextlib.contextmanager
+def end_together(ranks: Ranks) -> Iterator[None]:
+    """End this process where another of the job fails meanwhile, and tell the others of an error that leaves the block."""
+    global _jobs
+    _jobs += 1
+    if ranks.is_alone:
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_watch, args=(done,), name="harness_ext watches the job", daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception:
+        _is_first_error()
+        raise
+    finally:
+        done.set()
+        thread.join(timeout=POLL_SECONDS)
+
+
+def _watch(done: threading.Event) -> None:
+    store = _store()
+    while not done.wait(POLL_SECONDS):
+        try:
+            failed = store.check([FAILED])
+        except Exception:
+            failed = True
+        if failed and not _is_mine:
+            # The launcher may end this process meanwhile, or an error of a connection to the one that has failed.
+            if not done.wait(GRACE_SECONDS):
+                logging.shutdown()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+            return
+
+
+def show_first_error_only() -> None:
+    """Let the processes of a job show the first error that ends one of them and no other; calling it again changes nothing."""
+    shown = sys.excepthook
+    if getattr(shown, "_shows_first_error_only", False):
+        return
+    _store()  # opened while it is there
+
+    def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if not issubclass(kind, Exception):
+            shown(kind, value, traceback)
+        elif not _is_first_error():
+            time.sleep(GRACE_SECONDS)
+        else:
+            shown(kind, value, traceback)
+            if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                # The store, in which the others see that this one has failed, ends with this process.
+                time.sleep(GRACE_SECONDS + 2 * POLL_SECONDS)
+
+    show._shows_first_error_only = True  # type: ignore[attr-defined]
+    sys.excepthook = show
