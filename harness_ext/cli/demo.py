@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If the seed is out of range, or differs from that of the demo that is there.
         FileExistsError: If the folder holds something that is not a demo.
     """
-    from harness_ext.cli import lab
+    from harness_ext.cli.lab import run as lab
+    from harness_ext.cli.lab.report import print_results
 
     lab.check_seed(args.seed)
     # Nothing of the demo is on the Hub, and where there is no network the libraries wait for it.
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if matching is None:
         return 0
     results = lab.evaluate(folder, plan, matching.to_dict())
-    lab.print_results(folder, matching.to_dict())
+    print_results(folder)
     _print_accuracies(folder, results)
     return 0
 

@@ -456,15 +456,15 @@ def spectrum(data: Data, *, exact_rank: int = _EXACT_RANK, partial_rank: int = _
             rest = max(trace - float(values.sum()), 0.0) / (min(num_rows, dim) - partial_rank)
             return Spectrum(values=values, basis=basis, rest=rest)
         if dim <= num_rows:
-            values, basis = torch.linalg.eigh(matrix.T @ matrix / num_rows)
-            return Spectrum(values=values.clamp(min=0.0).to(torch.float64), basis=basis, rest=0.0)
+            values, basis = _eigh(matrix.T @ matrix / num_rows)
+            return Spectrum(values=values.clamp(min=0.0), basis=basis, rest=0.0)
         # XXᵀ = U Λ Uᵀ gives XᵀX = V Λ Vᵀ with V = Xᵀ U Λ^-½. Directions of rounding size are left to `rest`, which is
         # not 0 but the smallest eigenvalue: a fold's own standardisation turns its rows a little out of this space.
-        values, left = torch.linalg.eigh(matrix @ matrix.T / num_rows)
+        values, left = _eigh(matrix @ matrix.T / num_rows)
         kept = values > values[-1] * torch.finfo(matrix.dtype).eps * num_rows
         values, left = values[kept], left[:, kept]
-        basis = matrix.T @ (left / (values * num_rows).sqrt())
-        return Spectrum(values=values.to(torch.float64), basis=basis, rest=float(values[0]) if len(values) else 0.0)
+        basis = matrix.T @ (left / (values * num_rows).sqrt().to(matrix.dtype))
+        return Spectrum(values=values, basis=basis, rest=float(values[0]) if len(values) else 0.0)
 
 
 def solve(
@@ -941,8 +941,18 @@ def _leading_eigenvectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     for _ in range(3):
         test = torch.linalg.qr(matrix.T @ (matrix @ torch.linalg.qr(test).Q)).Q
     sketch = matrix @ test
-    values, vectors = torch.linalg.eigh(sketch.T @ sketch / len(matrix))
-    return values[-rank:].clamp(min=0.0).to(torch.float64), test @ vectors[:, -rank:]
+    values, vectors = _eigh(sketch.T @ sketch / len(matrix))
+    return values[-rank:].clamp(min=0.0), test @ vectors[:, -rank:]
+
+
+def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of a symmetric matrix, float64 and ascending, and eigenvectors in the matrix's dtype.
+
+    LAPACK's float32 routine does not converge on entries as small as 1e-38, whose products it underflows: a Gram matrix has
+    them where some columns are 1e-20 of others, or where the rows span a few dimensions only. Float64 holds their squares.
+    """
+    values, vectors = torch.linalg.eigh(gram.to(torch.float64))
+    return values, vectors.to(gram.dtype)
 
 
 def _moments(features: FloatArray, rows: IntArray, device: torch.device) -> Moments:

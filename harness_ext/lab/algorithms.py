@@ -65,6 +65,7 @@ class Setting:
 
     Attributes:
         model: The model as accelerate wraps it.
+        forward: Calls the model in the dtype of the training; arguments and result are those of transformers.
         loss: Mean training loss per predicted token of a batch, a scalar.
         backward: Adds the gradient of a scalar to the parameters' gradients, averaged over processes.
         max_grad_norm: The gradient of a step is clipped to this norm; infinity leaves it.
@@ -74,6 +75,7 @@ class Setting:
     """
 
     model: nn.Module
+    forward: Callable[..., Any]
     loss: Callable[[Batch], Tensor]
     backward: Callable[[Tensor], None]
     max_grad_norm: float
@@ -282,7 +284,7 @@ class _LabelNoiseRule(_Plain):
     def step(self, number: int, batches: Sequence[Batch], generator: torch.Generator) -> float:
         [batch] = batches
         kept = batch.targets != IGNORED
-        logits = self.setting.model(**batch.inputs, use_cache=False).logits[kept].float()
+        logits = self.setting.forward(**batch.inputs, use_cache=False).logits[kept].float()
         loss = cross_entropy(logits, batch.targets[kept])
         with torch.no_grad():
             probabilities = logits.softmax(dim=-1).cpu()
@@ -410,7 +412,7 @@ class _AdversarialRule(_Plain):
         tokens = pad_sequence(rows, batch_first=True).to(device)
         mask = (torch.arange(tokens.shape[1], device=device) < lengths[:, None]).long()
         # Through the whole model, so that a data-parallel wrapper sees it.
-        output = self.setting.model(input_ids=tokens, attention_mask=mask, use_cache=False, output_hidden_states=True)
+        output = self.setting.forward(input_ids=tokens, attention_mask=mask, use_cache=False, output_hidden_states=True)
         states = output.hidden_states[-1][torch.arange(len(rows), device=device), lengths - 1].float()
         labels = torch.tensor([document.label for document in documents], device=device)
         return linear_fit(states, one_hot(labels).float())

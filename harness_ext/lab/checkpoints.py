@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,10 +29,13 @@ __all__ = [
     "find_checkpoints",
     "load_state",
     "read_checkpoint",
+    "remove_leftovers",
     "save",
     "save_state",
     "whole_folder",
+    "without_bars",
     "write_record",
+    "write_whole",
 ]
 
 LAB_FILE = "lab.json"
@@ -39,6 +43,7 @@ SCHEMA_VERSION = 2
 """Of `lab.json`."""
 
 _PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.(?P<ending>partial|replaced)")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -88,6 +93,20 @@ class Checkpoint:
 
 
 @contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from a progress bar for each small model that is read or written."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to write into, which takes the name `folder`, and the place of what is there, when all is written.
 
@@ -113,6 +132,43 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a UTF-8 file that is there as a whole or not at all; its folder is made if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what processes that were killed left half-written under a folder, by `whole_folder` and `write_whole`.
+
+    What belongs to a process that runs on this machine stays, as does what was being replaced and has no successor: that gets
+    its name back.
+    """
+    for path in sorted(folder.rglob(".*")):
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None or not path.exists() or _is_running(int(found["process"])):
+            continue
+        target = path.with_name(found["name"])
+        if found["ending"] == "replaced" and not target.exists():
+            path.rename(target)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # that of another user
+    return True
+
+
 def save(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -127,7 +183,8 @@ def save(
     Returns:
         What `lab.json` holds.
     """
-    model.save_pretrained(folder)
+    with without_bars():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return write_record(folder, record)
 

@@ -3,12 +3,17 @@
 Source of the question: Liu, Xie, Li and Ma (2023), who find that of models of equal pretraining loss the flatter one, with
 the smaller trace of the Hessian, transfers better: a negative rank correlation. What comes out here is reported whatever its
 sign.
+
+A trace is compared among models of one size only, that of most of them, as a trace depends on the number of weights that share
+the work. Models of unlike sizes are compared by the traces of the same models widened to one architecture, as the paper does;
+these have names of their own, `widened("hessian_trace")`.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +35,9 @@ __all__ = [
     "correlate",
     "draw",
     "read_rows",
+    "summary_lines",
     "table_lines",
+    "widened",
     "write",
     "write_csv",
 ]
@@ -39,6 +46,9 @@ ALL_GROUPS = "all"
 """Name of what is pooled over groups."""
 
 TRACES = ("fisher_trace", "hessian_trace")
+
+_SAME_LOSS = 1e-3
+"""Nats per token by which the loss of a widened model may differ from its own: rounding, over the same blocks."""
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito (2008): told apart with any colour vision."""
@@ -57,7 +67,8 @@ class Row:
         task: Downstream task.
         loss: What was matched.
         accuracy: In [0, 1]; its error may be NaN.
-        traces: Of the names in `TRACES`, those measured, in nats per token.
+        traces: Those measured, in nats per token: of the names in `TRACES`, and `widened` ones.
+        sizes: Of each trace, the number of parameters of the model it was measured on; None if that is not known.
     """
 
     model: str
@@ -67,6 +78,7 @@ class Row:
     loss: Measured
     accuracy: Measured
     traces: Mapping[str, Measured]
+    sizes: Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,10 @@ class Tested:
 
     Attributes:
         task: Downstream task.
-        trace: One of `TRACES`.
+        trace: Its name.
         group: Its name, or `ALL_GROUPS`: ranks within each group.
-        num_models: Models that have both.
+        num_models: Models that have both, of the same size.
+        num_left_out: Models of other sizes, which have both too.
         spread: Whether accuracies differ by more than their errors.
         correlation: None if it was refused.
         reason: Why there is no ρ; None if there is.
@@ -87,12 +100,24 @@ class Tested:
     trace: str
     group: str
     num_models: int
+    num_left_out: int
     spread: Heterogeneity
     correlation: Correlation | None
     reason: str | None
 
 
-def read_rows(groups: Mapping[str, Any], files: Sequence[ResultFile], *, metric: str = "acc") -> list[Row]:
+def widened(trace: str) -> str:
+    """Name of a trace of a model that was widened to the largest architecture."""
+    return f"{trace}_widened"
+
+
+def read_rows(
+    groups: Mapping[str, Any],
+    files: Sequence[ResultFile],
+    *,
+    widened_files: Sequence[ResultFile] = (),
+    metric: str = "acc",
+) -> list[Row]:
     """Join the models of `groups.json` with what was measured of them.
 
     A result file belongs to the model whose name it has, or whose folder ends in the same run and step: folders may have moved.
@@ -100,33 +125,39 @@ def read_rows(groups: Mapping[str, Any], files: Sequence[ResultFile], *, metric:
     Args:
         groups: Content of `groups.json`, as `match.Matching.to_dict` makes it.
         files: Result files; those of other models are passed over.
+        widened_files: Of the same models widened to one architecture.
         metric: Of the downstream tasks: every task that has it is one.
 
     Returns:
         Rows in the order of groups, models and tasks. A trace or task that a model lacks is left out.
 
     Raises:
-        ValueError: If two files give a model different values, or no model has a value of a downstream task.
+        ValueError: If two files give a model different values, no model has a value of a downstream task, or the loss of a
+            widened model is not that of the model.
     """
-    by_key: dict[str, list[ResultFile]] = {}
-    for file in files:
-        for key in {file.model, f"{Path(file.run).name}-{file.step}"}:
-            by_key.setdefault(key, []).append(file)
+    own, wide = _by_key(files), _by_key(widened_files)
     rows = []
     for group in groups["groups"]:
         for model in group["models"]:
-            own = {id(file): file for key in _keys(model) for file in by_key.get(key, [])}.values()
-            found = _collect(model["name"], list(own), metric)
-            for task in sorted(task for task, name in found if name == metric):
+            name, of_model, of_wide = model["name"], _files_of(model, own), _files_of(model, wide)
+            found, of_widened = _collect(name, of_model, metric), _collect(name, of_wide, metric)
+            _check_same_loss(name, of_model, of_wide)
+            traces = {trace: found["", trace] for trace in TRACES if ("", trace) in found}
+            sizes = dict.fromkeys(traces, _size(of_model))
+            of_size = {widened(trace): of_widened["", trace] for trace in TRACES if ("", trace) in of_widened}
+            traces |= of_size
+            sizes |= dict.fromkeys(of_size, _size(of_wide))
+            for task in sorted(task for task, measure in found if measure == metric):
                 rows.append(
                     Row(
-                        model=model["name"],
+                        model=name,
                         group=group["name"],
                         algorithm=str(model["details"].get("algorithm") or ""),
                         task=task,
                         loss=Measured(**model["loss"]),
                         accuracy=found[task, metric],
-                        traces={trace: found["", trace] for trace in TRACES if ("", trace) in found},
+                        traces=traces,
+                        sizes=sizes,
                     )
                 )
     if not rows:
@@ -135,6 +166,37 @@ def read_rows(groups: Mapping[str, Any], files: Sequence[ResultFile], *, metric:
             "Evaluate the models: lm_eval --tasks … --output_path FOLDER."
         )
     return rows
+
+
+def _by_key(files: Sequence[ResultFile]) -> dict[str, list[ResultFile]]:
+    found: dict[str, list[ResultFile]] = {}
+    for file in files:
+        for key in {file.model, f"{Path(file.run).name}-{file.step}"}:
+            found.setdefault(key, []).append(file)
+    return found
+
+
+def _files_of(model: Mapping[str, Any], by_key: Mapping[str, list[ResultFile]]) -> list[ResultFile]:
+    return list({id(file): file for key in _keys(model) for file in by_key.get(key, [])}.values())
+
+
+def _size(files: Sequence[ResultFile]) -> int | None:
+    """Of the model that these are of."""
+    return next((file.num_parameters for file in files if file.num_parameters is not None), None)
+
+
+def _check_same_loss(model: str, own: Sequence[ResultFile], wide: Sequence[ResultFile]) -> None:
+    """The flatness task measures the loss on its blocks, which widening leaves alone."""
+    for file in wide:
+        for task in file.tasks_with("loss"):
+            losses = [loss for one in own if (loss := one.measured(task, "loss")) is not None]
+            after = file.measured(task, "loss")
+            for before in losses:
+                if after is not None and not abs(after.value - before.value) < _SAME_LOSS:
+                    raise ValueError(
+                        f"{file.path}: the widened {model} has the loss {after.value:.5f} on {task}, expected "
+                        f"{before.value:.5f}, its own. Delete the file and run `harness-ext lab run` again."
+                    )
 
 
 def _keys(model: Mapping[str, Any]) -> list[str]:
@@ -169,7 +231,7 @@ def correlate(
     rows: Sequence[Row],
     *,
     rng: np.random.Generator,
-    traces: Sequence[str] = TRACES,
+    traces: Sequence[str] = (*TRACES, *map(widened, TRACES)),
     alpha: float = 0.05,
     num_resamples: int = 10_000,
     num_permutations: int = 10_000,
@@ -181,7 +243,7 @@ def correlate(
     Args:
         rows: As `read_rows` makes them.
         rng: Source of resamples and permutations.
-        traces: Of `TRACES`; one that no model has is passed over.
+        traces: Names of traces; one that no model has is passed over.
         alpha: Level of the test of the spread.
         num_resamples: See `correlation.spearman`.
         num_permutations: Likewise.
@@ -195,9 +257,11 @@ def correlate(
             measured = [row for row in rows if row.task == task and trace in row.traces]
             if not measured:
                 continue
+            size = _size_of_most(measured, trace)
             names = list(dict.fromkeys(row.group for row in measured))
             for group in (ALL_GROUPS, *names):
-                used = [row for row in measured if group in (ALL_GROUPS, row.group)]
+                of_group = [row for row in measured if group in (ALL_GROUPS, row.group)]
+                used = [row for row in of_group if row.sizes[trace] == size]
                 labels = [row.group for row in used]
                 spread = heterogeneity(
                     [row.accuracy.value for row in used], [row.accuracy.stderr for row in used], labels
@@ -217,8 +281,13 @@ def correlate(
                         num_permutations=num_permutations,
                     )
                     reason = correlation.reason
-                result.append(Tested(task, trace, group, len(used), spread, correlation, reason))
+                left_out = len(of_group) - len(used)
+                result.append(Tested(task, trace, group, len(used), left_out, spread, correlation, reason))
     return result
+
+
+def _size_of_most(rows: Sequence[Row], trace: str) -> int | None:
+    return statistics.mode(row.sizes[trace] for row in rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -227,12 +296,12 @@ def correlate(
 def table_lines(tested: Sequence[Tested]) -> list[str]:
     """The correlations as a Markdown table."""
     lines = [
-        "| task | trace | group | models | ρ | interval | p | note |",
-        "| --- | --- | --- | ---: | ---: | --- | ---: | --- |",
+        "| task | trace | group | models | of other sizes | ρ | interval | p | note |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | --- |",
     ]
     for one in tested:
         found = one.correlation
-        cells = [one.task, one.trace, one.group, str(one.num_models)]
+        cells = [one.task, one.trace, one.group, str(one.num_models), str(one.num_left_out or "")]
         if found is None or one.reason is not None:
             cells += ["", "", "", one.reason or ""]
         else:
@@ -242,21 +311,42 @@ def table_lines(tested: Sequence[Tested]) -> list[str]:
     return lines
 
 
+def summary_lines(tested: Sequence[Tested], *, alpha: float = 0.05) -> list[str]:
+    """What is pooled over groups: the correlations as a Markdown table, and how many there are by chance and not at all."""
+    pooled = [one for one in tested if one.group == ALL_GROUPS]
+    found = [one for one in pooled if one.correlation is not None and one.reason is None]
+    lines = table_lines(found) if found else []
+    if found:
+        below = [one for one in found if one.correlation is not None and one.correlation.p_value < alpha]
+        negative = sum(one.correlation.value < 0 for one in below if one.correlation is not None)
+        lines.append(
+            f"{len(below)} of {len(found)} have p < {alpha:g}, {negative} of them ρ < 0, as where flatness helps; by chance "
+            f"alone about {alpha * len(found):.1f} would. They share models, so that they are not independent."
+        )
+    refused = [one for one in pooled if one not in found]
+    for task in dict.fromkeys(one.task for one in refused):
+        of_task = [one for one in refused if one.task == task]
+        lines.append(f"No ρ for {task} and {', '.join(one.trace for one in of_task)}: {of_task[0].reason}.")
+    return lines
+
+
 def write_csv(rows: Sequence[Row], tested: Sequence[Tested], folder: Path) -> tuple[Path, Path]:
-    """Write `flatness_models.csv`, a line for each model and task, and `flatness_correlations.csv`. What is not known "
-    "is blank."""
+    """Write `flatness_models.csv`, a line for each model and task, and `flatness_correlations.csv`.
+
+    What is not known is blank.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     models, correlations = folder / "flatness_models.csv", folder / "flatness_correlations.csv"
     with models.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        measures = ("loss", "accuracy", *TRACES)
-        writer.writerow(
-            ["group", "model", "algorithm", "task", *(f"{name}{end}" for name in measures for end in ("", "_stderr"))]
-        )
+        traces = (*TRACES, *(map(widened, TRACES)))
+        measures = [f"{name}{end}" for name in ("loss", "accuracy", *traces) for end in ("", "_stderr")]
+        writer.writerow(["group", "model", "algorithm", "num_parameters", "task", *measures])
         for row in rows:
-            values = [row.loss, row.accuracy, *(row.traces.get(name) for name in TRACES)]
+            values = [row.loss, row.accuracy, *(row.traces.get(name) for name in traces)]
             numbers = [_cell(number) for value in values for number in (value or (None, None))]
-            writer.writerow([row.group, row.model, row.algorithm, row.task, *numbers])
+            size = next((row.sizes[trace] for trace in TRACES if trace in row.sizes), None)
+            writer.writerow([row.group, row.model, row.algorithm, _cell(size), row.task, *numbers])
     with correlations.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         numbers_of = (
@@ -270,13 +360,18 @@ def write_csv(rows: Sequence[Row], tested: Sequence[Tested], folder: Path) -> tu
             "num_undefined",
         )
         writer.writerow(
-            ["task", "trace", "group", "num_models", *numbers_of, "spread_q", "spread_df", "spread_p_value", "reason"]
+            [
+                *("task", "trace", "group", "num_models", "num_left_out"),
+                *numbers_of,
+                *("spread_q", "spread_df", "spread_p_value", "reason"),
+            ]
         )
         for one in tested:
             found = [_cell(getattr(one.correlation, name)) if one.correlation else "" for name in numbers_of]
             spread = [_cell(one.spread.statistic), one.spread.degrees_of_freedom, _cell(one.spread.p_value)]
             note = one.reason or (one.correlation.interval_reason if one.correlation else None) or ""
-            writer.writerow([one.task, one.trace, one.group, one.num_models, *found, *spread, note])
+            counts = [one.num_models, one.num_left_out]
+            writer.writerow([one.task, one.trace, one.group, *counts, *found, *spread, note])
     return models, correlations
 
 
@@ -311,12 +406,13 @@ def write(rows: Sequence[Row], tested: Sequence[Tested], folder: Path) -> list[P
 def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
     """Draw accuracy against a trace: a panel for each task, a colour for each group, a marker for each algorithm.
 
-    There are seven colours and ten markers; with more groups or algorithms they come again.
+    Models of other sizes than most are hollow: their traces are not compared. There are seven colours and ten markers; with
+    more groups or algorithms they come again.
 
     Args:
         rows: As `read_rows` makes them.
         tested: As `correlate` makes them; a panel says what is pooled over groups.
-        trace: One of `TRACES`.
+        trace: Its name.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -324,8 +420,9 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
     """
     # No pyplot: it keeps global state and may want a display.
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogFormatter, PercentFormatter
+    from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
     drawn = [row for row in rows if trace in row.traces]
     if not drawn:
@@ -337,9 +434,11 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
     marker = {name: _MARKERS[place % len(_MARKERS)] for place, name in enumerate(algorithms)}
     pooled = {one.task: one for one in tested if one.trace == trace and one.group == ALL_GROUPS}
 
-    columns = min(3, len(tasks))
+    sizes = {task: _size_of_most([row for row in drawn if row.task == task], trace) for task in tasks}
+
+    columns = min(len(tasks), max(3, math.ceil(math.sqrt(len(tasks)))))
     lines = math.ceil(len(tasks) / columns)
-    figure = Figure(figsize=(max(4.6, 3.5 * columns), 3.1 * lines + 0.9), layout="constrained")
+    figure = Figure(figsize=(max(4.6, 3.5 * columns), 3.1 * lines + 0.9), layout=ConstrainedLayoutEngine(hspace=0.04))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True).ravel()
     values = [row.traces[trace].value for row in drawn]
     is_log = min(values) > 0 and max(values) > 5 * min(values)
@@ -348,6 +447,7 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
             if row.task != task:
                 continue
             x, y = row.traces[trace], row.accuracy
+            is_compared = row.sizes[trace] == sizes[task]
             panel.errorbar(
                 x.value,
                 y.value,
@@ -355,14 +455,18 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
                 yerr=y.stderr if math.isfinite(y.stderr) else None,
                 fmt=marker[row.algorithm],
                 color=colour[row.group],
-                markersize=5.5,
-                markeredgecolor="white",
-                markeredgewidth=0.6,
+                markersize=5.5 if is_compared else 4.5,
+                markerfacecolor=colour[row.group] if is_compared else "white",
+                markeredgecolor="white" if is_compared else colour[row.group],
+                markeredgewidth=0.6 if is_compared else 0.9,
                 elinewidth=0.9,
                 alpha=0.95,
             )
         panel.set_title(f"{task}\n{_label(pooled.get(task))}", fontsize=8.5, loc="left")
-        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        # Not in steps of 2.5 %, whose labels would be rounded.
+        panel.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+        low, high = panel.get_ylim()
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
         if is_log:
             panel.set_xscale("log")
             panel.xaxis.set_major_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
@@ -378,7 +482,7 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
     for place, panel in enumerate(panels[: len(tasks)]):
         if place + columns >= len(tasks):
             panel.tick_params(labelbottom=True, which="both")
-            panel.set_xlabel(f"{trace.replace('_', ' ')} (nats per token)", fontsize=8)
+            panel.set_xlabel(_axis_label(trace), fontsize=8)
         if place % columns == 0:
             panel.set_ylabel("accuracy", fontsize=8)
     known = [one.correlation for one in pooled.values() if one.correlation is not None]
@@ -395,11 +499,25 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
     for name in algorithms:
         if name:
             of_algorithms.append(Line2D([], [], linestyle="", marker=marker[name], color="0.35", label=name))
+    if any(row.sizes[trace] != sizes[row.task] for row in drawn):
+        label = "of another size: not in ρ"
+        of_algorithms.append(
+            Line2D([], [], linestyle="", marker="o", color="0.35", markerfacecolor="white", label=label)
+        )
     style: dict[str, Any] = {"fontsize": 8, "frameon": False, "handletextpad": 0.2, "columnspacing": 1.2}
     figure.legend(handles=of_groups, loc="outside lower left", ncols=columns, **style)
     if of_algorithms:
-        figure.legend(handles=of_algorithms, loc="outside lower right", ncols=2 if columns == 1 else 4, **style)
+        figure.legend(
+            handles=of_algorithms, loc="outside lower right", ncols=2 if columns == 1 else max(4, columns), **style
+        )
     return figure
+
+
+def _axis_label(trace: str) -> str:
+    own = next((name for name in TRACES if trace == widened(name)), None)
+    if own is not None:
+        return f"{own.replace('_', ' ')}, widened to the largest (nats per token)"
+    return f"{trace.replace('_', ' ')} (nats per token)"
 
 
 def _label(one: Tested | None) -> str:

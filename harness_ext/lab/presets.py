@@ -33,7 +33,7 @@ def _cpu(seed: int) -> Plan:
 
 
 def _demo(seed: int) -> Plan:
-    """Three small models of the language of reviews, at one loss."""
+    """Three small models of the language of reviews, at one loss, and its lookup table."""
     base = ModelConfig()
 
     def run(name: str, model: ModelConfig, algorithm: Algorithm, rate: float, steps: int) -> Run:
@@ -51,7 +51,6 @@ def _demo(seed: int) -> Plan:
         levels=(0.06,),
         # Wide, since the loss still falls fast between two measurements.
         tolerance=0.02,
-        lookup=False,
         evaluate_every=20,
         documents=32_000,
         block_size=64,
@@ -101,7 +100,7 @@ def _family(*, steps: int, base: ModelConfig, seed: int) -> tuple[Run, ...]:
         run(f"momentum-w{width}", Sgd(momentum=0.9), 0.3),
         run(f"sam-w{width}", Sam(rho=0.05), 4e-3),
         run(f"label-noise-w{width}", LabelNoise(strength=1.0), 2.0),
-        run(f"adversarial-w{width}", Adversarial(strength=0.1), 4e-3),
+        run(f"adversarial-w{width}", Adversarial(strength=0.001), 4e-3),
     )
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +31,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from harness_ext import __version__
 from harness_ext.lab.algorithms import Adversarial, LabelledTokens, algorithm_from_dict
-from harness_ext.lab.checkpoints import Estimate, load_state, save, save_state, whole_folder, write_record
+from harness_ext.lab.checkpoints import (
+    Estimate,
+    load_state,
+    remove_leftovers,
+    save,
+    save_state,
+    whole_folder,
+    without_bars,
+    write_record,
+    write_whole,
+)
 from harness_ext.lab.excess import ExactLoss, Excess
 from harness_ext.lab.languages import language_from_dict, make_language
 from harness_ext.lab.languages.base import Language
@@ -157,7 +166,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
 
 
 def prepare(out: Path, plan: Plan) -> None:
-    """Write plan, language, data and training text, each unless it is there.
+    """Write plan, language, data and training text, each unless it is there; delete what killed processes left half-written.
 
     Raises:
         ValueError: If the folder holds another plan, or the language cannot be made.
@@ -176,11 +185,12 @@ def prepare(out: Path, plan: Plan) -> None:
                 f"{out}: expected a new folder or one of the lab, found something else. Name another."
             )
         make_language(plan.language, plan.seed, plan.sizes)  # complains before anything is written
-        _write(path, wanted)
+        write_whole(path, wanted)
+    remove_leftovers(out)
     language_path = out / "language.json"
     if not language_path.is_file():
         language = make_language(plan.language, plan.seed, plan.sizes)
-        _write(language_path, json.dumps(language.to_dict()) + "\n")
+        write_whole(language_path, json.dumps(language.to_dict()) + "\n")
     language = read_language(out)
     # One stream for each use, so that none depends on how much another draws.
     data_rng, text_rng = (np.random.default_rng(child) for child in np.random.SeedSequence(plan.seed).spawn(2))
@@ -270,8 +280,9 @@ def write_lookup(out: Path) -> None:
         return
     tokenizer = language.tokenizer(max_length=_context(plan))
     with whole_folder(target) as folder:
-        save_lookup(folder, language, tokenizer)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        with without_bars():
+            save_lookup(folder, language, tokenizer)
+            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         measured = exact_loss(out).measure(model)
         model_record = {"architecture": LOOKUP, "num_parameters": 0}
         record = _record(out, plan, language, LOOKUP, model_record, {"name": LOOKUP}, measured)
@@ -332,7 +343,7 @@ class _Training:
                 on_progress(until, run.train.steps)
         if self._is_main:
             ended = "enough" if trainer.step < run.train.steps else "steps"
-            _write(self._folder / "done.json", json.dumps({"step": trainer.step, "ended": ended}) + "\n")
+            write_whole(self._folder / "done.json", json.dumps({"step": trainer.step, "ended": ended}) + "\n")
             shutil.rmtree(self._folder / "state", ignore_errors=True)
 
     def _is_enough(self) -> bool:
@@ -385,7 +396,7 @@ class _Training:
             return math.inf
         rows = [row for row in read_log(path) if row["step"] <= self._trainer.step]
         if self._is_main:
-            _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
         return min((row["excess"] for row in rows), default=math.inf)
 
     def _labelled(self, step: int, count: int) -> list[LabelledTokens]:
@@ -467,11 +478,3 @@ def _context(plan: Plan) -> int:
 
 def _step_name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

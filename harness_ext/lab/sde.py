@@ -241,7 +241,7 @@ class Difference:
         stderr: Its standard error over seeds, variances not taken to be equal.
         low: Of the 95 % interval (Welch, 1947).
         high: Of the 95 % interval.
-        reason: Why there is none, the numbers being NaN; None if there is one.
+        reason: Why there is no interval, its numbers being NaN; None if there is one.
     """
 
     measure: str
@@ -692,6 +692,10 @@ def _difference(measure: str, path: SdePath, sgd: SdePath) -> Difference:
             reason = f"{one.diverged} of {len(one.excess)} runs of {one.name} diverged"
             return Difference(measure, path.name, math.nan, math.nan, math.nan, math.nan, reason)
     estimate, (low, high) = welch(path.final(measure), sgd.final(measure))
+    if estimate.stderr == 0:
+        # Of a few runs, accuracies are often equal to the last document.
+        reason = "the runs of either kind do not differ, so there is no interval"
+        return Difference(measure, path.name, estimate.value, math.nan, math.nan, math.nan, reason)
     return Difference(measure, path.name, estimate.value, estimate.stderr, low, high)
 
 
@@ -737,6 +741,8 @@ def _stderr(values: np.ndarray) -> float:
 
 
 def _without_nan(value: Any) -> Any:
+    if isinstance(value, Estimate):
+        return _without_nan(value._asdict())
     if isinstance(value, Mapping):
         return {str(key): _without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -783,7 +789,8 @@ def _table_lines(report: SdeReport) -> list[str]:
     for one in report.differences:
         form = "+" + formats[one.measure]
         if one.reason is not None:
-            rows.append([one.name, names[one.measure], "-", "-", one.reason])
+            value = f"{one.value:{form}}" if math.isfinite(one.value) else "-"
+            rows.append([one.name, names[one.measure], value, "-", one.reason])
             continue
         verdict = f"agrees within ±{one.within:.2g}" if one.agrees else "differs"
         interval = f"[{one.low:{form}}, {one.high:{form}}]"

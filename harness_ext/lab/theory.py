@@ -53,7 +53,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from harness_ext.lab.checkpoints import Checkpoint, find_checkpoints
+from harness_ext.lab.checkpoints import Checkpoint, find_checkpoints, without_bars
 from harness_ext.lab.languages import language_from_dict
 from harness_ext.lab.languages.base import ORGANISATION
 from harness_ext.lab.languages.tokens import word_tokens
@@ -639,7 +639,8 @@ class _Reader:
 
 def _load(folder: Path, language: Language) -> tuple[PreTrainedModel, _Reader]:
     register_lookup()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with without_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     reader = _Reader(folder, language)
     size = model.get_output_embeddings().weight.shape[0]
     if size != reader.size:
@@ -752,6 +753,11 @@ def _draw(rows: Sequence[TheoryRow]) -> Figure:
     return figure
 
 
+def _root(excess: float) -> float:
+    """√ε; from logits in float32 an excess of 0 may come out as −1e-9."""
+    return math.sqrt(max(excess, 0.0))
+
+
 def _draw_panel(
     axis: Axes, rows: Sequence[TheoryRow], everywhere: Sequence[TheoryRow], colours: Mapping[str, Any]
 ) -> None:
@@ -765,7 +771,7 @@ def _draw_panel(
     style: dict[str, Any] = {"linewidth": 1.1, "elinewidth": 0.7}
     for run, colour in colours.items():
         along = sorted((row for row in rows if row.run == run), key=lambda row: row.step)
-        x = [math.sqrt(row.excess) for row in along]
+        x = [_root(row.excess) for row in along]
         if any(row.phi_rank < row.vocabulary for row in along):
             losses, errors = [row.loss_cmean for row in along], [row.loss_cmean_stderr for row in along]
             axis.errorbar(
@@ -776,7 +782,7 @@ def _draw_panel(
     axis.axhline(tau, zorder=2, **_STAR_STYLE)
     axis.axhline(chance, zorder=1, **_CHANCE_STYLE)
     # The bound depends on ε_T; between checkpoints ε_T is taken to be in the same proportion to ε.
-    points = sorted({(math.sqrt(row.excess), row.bound) for row in rows} | {(0.0, tau)})
+    points = sorted({(_root(row.excess), row.bound) for row in rows} | {(0.0, tau)})
     axis.plot(*zip(*points, strict=True), zorder=2, **_BOUND_STYLE)
     least, most = (extreme(row.excess_task for row in rows) for extreme in (min, max))
     note = (

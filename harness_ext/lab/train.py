@@ -297,6 +297,7 @@ class Trainer:
         self._rule = config.algorithm.start(
             Setting(
                 model=self._wrapped,
+                forward=self._forward,
                 loss=self._loss,
                 backward=self._accelerator.backward,
                 max_grad_norm=config.max_grad_norm,
@@ -349,9 +350,16 @@ class Trainer:
         self._rule.optimizer.load_state_dict(state["optimizer"])
 
     def _loss(self, batch: Batch) -> Tensor:
-        device = self._accelerator.device.type
-        with torch.autocast(device, dtype=self._dtype, enabled=self._dtype != torch.float32):
+        with self._autocast():
             return _mean_loss(self._wrapped, batch, self._objective)
+
+    def _forward(self, **inputs: Any) -> Any:
+        with self._autocast():
+            return self._wrapped(**inputs)
+
+    def _autocast(self) -> torch.autocast:
+        device = self._accelerator.device.type
+        return torch.autocast(device, dtype=self._dtype, enabled=self._dtype != torch.float32)
 
     def _batches(self, until: int) -> Iterator[Sequence[Tensor]]:
         """Yield this process's batches of the steps from `self.step` on."""

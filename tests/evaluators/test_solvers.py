@@ -256,6 +256,26 @@ def test_spectrum_is_that_of_the_gram_matrix(shape: tuple[int, int]) -> None:
     assert leading.rest == pytest.approx((expected.sum() - float(leading.values.sum())) / 16, rel=1e-6)
 
 
+@pytest.mark.parametrize(("shape", "exact_rank"), [((60, 40), 1024), ((200, 100), 1024), ((60, 40), 5)])
+@pytest.mark.parametrize("size", [1e-18, 1e-19])
+def test_the_spectrum_of_columns_of_any_size(shape: tuple[int, int], exact_rank: int, size: float) -> None:
+    """Three dimensions and 1e-19 of them, as log-probabilities with a floor may be: their products underflow float32."""
+    generator = np.random.default_rng(0)
+    features = generator.standard_normal((shape[0], 3)) @ generator.standard_normal((3, shape[1]))
+    features[:, 3:] *= size
+    labels = np.arange(shape[0]) % 2
+    data = unpartitioned(features.astype(np.float32), labels, torch.float32, "common")
+    matrix = data.matrix.numpy().astype(np.float64)
+    expected = np.linalg.eigvalsh(matrix.T @ matrix / shape[0])
+    found = spectrum(data, exact_rank=exact_rank, partial_rank=4)
+    assert found.basis is not None
+    assert found.basis.dtype == torch.float32
+    np.testing.assert_allclose(found.values[-3:], expected[-3:], rtol=1e-5)
+    np.testing.assert_allclose(found.values[:-3], 0.0, atol=1e-6 * expected[-1])
+    np.testing.assert_allclose(found.basis.T @ found.basis, np.eye(len(found.values)), atol=1e-5)
+    np.testing.assert_allclose(matrix @ found.basis.numpy()[:, :-3], 0.0, atol=1e-5)
+
+
 def test_the_spectrum_draws_from_a_generator_of_its_own() -> None:
     data = unpartitioned(*features_and_labels(60, 20, 2))
     state = torch.random.get_rng_state()

@@ -20,7 +20,7 @@ from tiny import tiny_model, tiny_tokenizer
 from worlds import DATASET, World, a_world, metric_list, reviews, task_config, write_split
 
 from harness_ext import __version__, plugin, resources, scaffold
-from harness_ext.cli.lab import link_data
+from harness_ext.cli.evaluation import link_data
 from harness_ext.engine.attach import REQUEST_TYPE
 from harness_ext.lab.checkpoints import find_checkpoints
 from harness_ext.lab.model import ModelConfig

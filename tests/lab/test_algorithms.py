@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -100,6 +101,7 @@ BATCHES = [
 def setting_of(model: nn.Module, *, weight_decay: float = 0.0, max_grad_norm: float = math.inf) -> Setting:
     return Setting(
         model=model,
+        forward=model,
         loss=lambda batch: loss_of(model, batch),
         backward=lambda scalar: scalar.backward(),
         max_grad_norm=max_grad_norm,
@@ -350,6 +352,7 @@ def test_the_adversary_sees_the_last_state_of_each_document(language: Any, token
     model = build_model(ModelConfig(width=16, depth=1, heads=2, context=16), tokenizer, seed=0).eval()
     setting = Setting(
         model=model,
+        forward=model,
         loss=lambda batch: torch.zeros(()),
         backward=lambda scalar: scalar.backward(),
         max_grad_norm=math.inf,
@@ -359,6 +362,27 @@ def test_the_adversary_sees_the_last_state_of_each_document(language: Any, token
     rule: Any = Adversarial(documents=64).start(setting)
     assert len({len(document.tokens) for document in documents}) > 1
     assert rule._explained(0).item() == pytest.approx(explained(model, documents), abs=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [Sgd(), Sam(), Svag(2), LabelNoise(), Adversarial(documents=8, every=1)])
+def test_every_forward_pass_is_in_the_dtype_of_the_training(
+    language: Any, tokenizer: Any, blocks: Blocks, algorithm: Algorithm
+) -> None:
+    model = build_model(ModelConfig(width=16, depth=1, heads=2, context=16), tokenizer, seed=0)
+    config = TrainConfig(steps=1, batch_size=2, algorithm=algorithm)
+    trainer = Trainer(
+        model,
+        blocks,
+        config,
+        seed=0,
+        dtype=torch.bfloat16,
+        labelled=lambda number, count: labelled_documents(language, tokenizer, number, count),
+    )
+    seen = []
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    trainer.run(1)
+    assert len(seen) >= 1
+    assert {*seen} == {torch.bfloat16}
 
 
 def test_the_adversary_without_documents_is_an_error(tokenizer: Any, blocks: Blocks) -> None:
@@ -386,8 +410,8 @@ def test_the_trainer_gives_svag_its_share_of_the_rate(tokenizer: Any, blocks: Bl
     torch.testing.assert_close(amplification * steps["svag"], steps["sgd"], rtol=1e-3, atol=1e-6)
 
 
-_TWO_PROCESSES = """
-import sys
+_ONE_AND_TWO_PROCESSES = """
+import os, sys, traceback
 import numpy as np, torch
 from accelerate import PartialState
 from harness_ext.lab.languages.hmm import random_hmm
@@ -395,43 +419,64 @@ from harness_ext.lab.model import ModelConfig, build_model
 from harness_ext.lab.train import Blocks, TrainConfig, train
 from harness_ext.lab.algorithms import Sgd, Svag
 
-torch.set_num_threads(1)
-tokenizer = random_hmm(0, states=4, words=12, lengths=(6, 8)).tokenizer(max_length=8)
-# Each block one document, so that all have as many predicted tokens and means of means are means.
-tokens = np.random.default_rng(0).integers(12, size=(48, 8))
-blocks = Blocks(tokens, np.tile(np.arange(8), (48, 1)))
-saved = {}
-for algorithm in (Sgd(momentum=0.5), Svag(2)):
-    model = build_model(ModelConfig(width=16, depth=1, heads=2, context=8), tokenizer, seed=0)
-    # Through two batches of SVAG the order of blocks differs between one process and two.
-    size = int(sys.argv[2]) if algorithm.name == "sgd" else 24 // PartialState().num_processes
-    steps = 10 if algorithm.name == "sgd" else 1
-    config = TrainConfig(steps=steps, batch_size=size, learning_rate=0.2, algorithm=algorithm)
-    result = train(model, blocks, config, seed=0, show_progress=False)
-    saved |= {f"{algorithm.name}.{name}": value for name, value in model.state_dict().items()}
-    saved[f"{algorithm.name}.tokens"] = torch.tensor(result.tokens)
-if PartialState().is_main_process:
-    torch.save(saved, sys.argv[1])
-PartialState().destroy_process_group()
+def work(rank, processes):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    if processes == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    torch.set_num_threads(1)
+    tokenizer = random_hmm(0, states=4, words=12, lengths=(6, 8)).tokenizer(max_length=8)
+    # Each block one document, so that all have as many predicted tokens and means of means are means.
+    tokens = np.random.default_rng(0).integers(12, size=(48, 8))
+    blocks = Blocks(tokens, np.tile(np.arange(8), (48, 1)))
+    saved = {}
+    for algorithm in (Sgd(momentum=0.5), Svag(2)):
+        model = build_model(ModelConfig(width=16, depth=1, heads=2, context=8), tokenizer, seed=0)
+        # Through two batches of SVAG the order of blocks differs between one process and two.
+        size, steps = (8, 10) if algorithm.name == "sgd" else (24, 1)
+        config = TrainConfig(steps=steps, batch_size=size // processes, learning_rate=0.2, algorithm=algorithm)
+        result = train(model, blocks, config, seed=0, show_progress=False)
+        saved |= {f"{algorithm.name}.{name}": value for name, value in model.state_dict().items()}
+        saved[f"{algorithm.name}.tokens"] = torch.tensor(result.tokens)
+    assert PartialState().num_processes == processes
+    if PartialState().is_main_process:
+        torch.save(saved, f"{sys.argv[1]}/{processes}")
+    PartialState().destroy_process_group()
+
+# As forks of a process that has imported what takes seconds, and met like those of a launcher.
+for processes in (1, 2):
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if not child:
+            try:
+                work(rank, processes)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(1)
 """
 
 
 def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
-    script = tmp_path / "two.py"
-    script.write_text(_TWO_PROCESSES, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0"]
-    for start, size in (([], "8"), (launch, "4")):
-        done = subprocess.run(
-            [sys.executable, *start, str(script), str(tmp_path / size), size],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (torch.load(tmp_path / size, weights_only=True) for size in ("8", "4"))
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_AND_TWO_PROCESSES, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (torch.load(tmp_path / processes, weights_only=True) for processes in ("1", "2"))
     assert one.keys() == two.keys()
     for name in one:
         if name.startswith("sgd."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from harness_ext.lab.checkpoints import (
     find_checkpoints,
     load_state,
     read_checkpoint,
+    remove_leftovers,
     save,
     save_state,
     whole_folder,
@@ -407,3 +409,29 @@ def test_a_folder_without_record_or_weights_is_an_error(tmp_path: Path) -> None:
         FileNotFoundError, match=r"step_1: has lab\.json and no weights; expected model\.safetensors or"
     ):
         read_checkpoint(folder)
+
+
+def test_what_killed_processes_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    dead, running = 2**22 + 1, os.getpid()  # Linux has no process above 2**22
+    runs = tmp_path / "runs" / "one"
+    kept = [
+        runs / "checkpoints" / "step_1" / "lab.json",
+        runs / "checkpoints" / f".step_2.{running}.partial" / "lab.json",
+        runs / ".hidden" / "notes",
+        runs / f"log.{dead}.partial",
+    ]
+    left = [
+        runs / "checkpoints" / f".step_2.{dead}.partial" / "model.safetensors",
+        runs / "checkpoints" / f".step_1.{dead}.replaced" / "lab.json",
+        tmp_path / f".plan.json.{dead}.partial",
+    ]
+    orphan = runs / "state" / f".00000040.{dead}.replaced" / "state.json"
+    for path in (*kept, *left, orphan):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name, encoding="utf-8")
+    remove_leftovers(tmp_path)
+    assert all(path.is_file() for path in kept)
+    assert not any(path.parent.exists() for path in left[:2])
+    assert not left[2].exists()
+    assert not orphan.parent.exists()
+    assert (runs / "state" / "00000040" / "state.json").read_text(encoding="utf-8") == "state.json"

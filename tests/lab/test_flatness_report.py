@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,19 @@ import numpy as np
 import pytest
 
 from harness_ext.correlation import spearman_rho
-from harness_ext.lab.flatness_report import ALL_GROUPS, Row, correlate, draw, read_rows, table_lines, write
+from harness_ext.lab.flatness_report import (
+    ALL_GROUPS,
+    Row,
+    correlate,
+    draw,
+    read_rows,
+    table_lines,
+    widened,
+    write,
+)
 from harness_ext.lab.result_files import Measured, read_result_files
 
+WIDENED = widened("fisher_trace")
 ALGORITHMS = ("adamw", "sgd", "sam", "adamw", "adversarial")
 
 
@@ -39,6 +50,7 @@ def rows(
                         loss=Measured(0.02 * (place + 1) + 0.0005 * number, 0.0003),
                         accuracy=Measured(accuracy, stderr),
                         traces={"fisher_trace": Measured(trace, 0.04 * trace)},
+                        sizes={"fisher_trace": 1000},
                     )
                 )
     return result
@@ -83,7 +95,7 @@ def test_tables(tmp_path: Path) -> None:
     found = correlations_of(used)
     lines = table_lines(found)
     assert len(lines) == 2 + 8
-    assert lines[2].startswith("| probe_a | fisher_trace | all | 15 | -0.")
+    assert lines[2].startswith("| probe_a | fisher_trace | all | 15 |  | -0.")
     assert "differ by no more than their errors" in lines[6]
     assert len({line.count("|") for line in lines}) == 1
 
@@ -130,9 +142,10 @@ def test_the_figure_says_what_was_found(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def write_results(folder: Path, pretrained: str, results: dict[str, Any]) -> None:
+def write_results(folder: Path, pretrained: str, results: dict[str, Any], size: int | None = None) -> None:
     folder.mkdir(parents=True)
-    content = {"results": results, "configs": {}, "config": {"model_args": {"pretrained": pretrained}}}
+    config = {"model_args": {"pretrained": pretrained}, "model_num_parameters": size}
+    content = {"results": results, "configs": {}, "config": config}
     (folder / "results_1.json").write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -171,6 +184,52 @@ def test_rows_join_the_files_of_a_model(tmp_path: Path) -> None:
     assert found[0].traces == {"fisher_trace": (50.0, 2.0)}
     assert math.isnan(found[1].accuracy.stderr)
     assert found[1].traces == {}
+
+
+def test_a_trace_is_compared_among_models_of_one_size() -> None:
+    """Two of fifteen are larger, in the middle of the ranks of the others; alone, each group's ρ is −1."""
+    used = rows(noise=0.0)
+    for place in (0, 6):
+        sizes, traces = {"fisher_trace": 4000, WIDENED: 4000}, {"fisher_trace": Measured(1.0, 0.1)}
+        used[place] = replace(used[place], sizes=sizes, traces=traces | {WIDENED: used[place].traces["fisher_trace"]})
+    for place, row in enumerate(used):
+        if WIDENED not in row.traces:
+            traces = dict(row.traces) | {WIDENED: row.traces["fisher_trace"]}
+            used[place] = replace(row, traces=traces, sizes={**row.sizes, WIDENED: 4000})
+    found = {(one.trace, one.group): one for one in correlations_of(used)}
+    counts = {key: (one.num_models, one.num_left_out) for key, one in found.items()}
+    assert counts["fisher_trace", ALL_GROUPS] == (13, 2)
+    assert [counts["fisher_trace", group] for group in "ABC"] == [(4, 1), (4, 1), (5, 0)]
+    assert counts[WIDENED, ALL_GROUPS] == (15, 0)
+    assert found["fisher_trace", ALL_GROUPS].correlation.value == pytest.approx(-1)
+    assert found[WIDENED, ALL_GROUPS].correlation.value == pytest.approx(-1)
+    assert "| fisher_trace | all | 13 | 2 |" in "\n".join(table_lines([found["fisher_trace", ALL_GROUPS]]))
+    panel = draw(used, list(found.values()), "fisher_trace").axes[0]
+    hollow = [drawn for drawn in panel.containers if drawn.lines[0].get_markerfacecolor() == "white"]
+    assert len(hollow) == 2
+
+
+def test_traces_of_widened_models_are_joined(tmp_path: Path) -> None:
+    own, wide = tmp_path / "own", tmp_path / "wide"
+    loss = {"loss,none": 2.5}
+    write_results(own / "1", "runs/sgd/checkpoints/step_00000600", ACCURACY, size=1000)
+    write_results(
+        own / "2", "runs/sgd/checkpoints/step_00000600", {"flatness_x": FLATNESS["flatness_x"] | loss}, size=1000
+    )
+    of_wide = {"flatness_x": {"fisher_trace,none": 30.0, "fisher_trace_stderr,none": 1.0} | loss}
+    write_results(wide / "1", "widened/sgd/checkpoints/step_00000600", of_wide, size=4000)
+    [row] = read_rows(groups_of(("sgd", 600)), read_result_files([own]), widened_files=read_result_files([wide]))
+    assert row.traces == {"fisher_trace": (50.0, 2.0), WIDENED: (30.0, 1.0)}
+    assert row.sizes == {"fisher_trace": 1000, WIDENED: 4000}
+
+    other = {"flatness_x": of_wide["flatness_x"] | {"loss,none": 2.6}}
+    write_results(wide / "other", "widened/sgd/checkpoints/step_00000600", other, size=4000)
+    with pytest.raises(ValueError, match=r"the widened sgd-00000600 has the loss 2\.60000 .*expected 2\.50000"):
+        read_rows(
+            groups_of(("sgd", 600)),
+            read_result_files([own]),
+            widened_files=read_result_files([wide / "other"]),
+        )
 
 
 def test_files_that_disagree(tmp_path: Path) -> None:

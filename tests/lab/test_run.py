@@ -44,6 +44,7 @@ def tiny_plan(*runs: Run, **changes: object) -> Plan:
     plan = Plan(
         name="tiny",
         language="hmm",
+        sizes={"states": 4, "words": 16, "lengths": [10, 14]},
         runs=runs or (Run("adamw", TINY, TrainConfig(steps=20, batch_size=4), keep=(10,)),),
         evaluate_every=5,
         documents=300,
@@ -159,33 +160,58 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert logs[0] == logs[1]
 
 
+_TRAINS_IN_CHILDREN = """
+import os, sys
+from pathlib import Path
+from harness_ext.lab.run import read_plan, train_run
+
+# A process for each line of input: a fork of this one, which has imported what takes seconds.
+out = Path(sys.argv[1])
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        train_run(out, read_plan(out).runs[0])
+        os._exit(0)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
+
+
 def test_killed_at_random_moments_nothing_is_half_written(tmp_path: Path) -> None:
     run = Run("one", TINY, TrainConfig(steps=400, batch_size=4), keep=tuple(range(20, 400, 20)))
     for name in ("straight", "killed"):
         prepare(tmp_path / name, tiny_plan(run))
     train_run(tmp_path / "straight", run)
     expected = checkpoints_of(tmp_path / "straight")
-    code = (
-        "import sys; from pathlib import Path; from harness_ext.lab.run import read_plan, train_run; "
-        "out = Path(sys.argv[1]); print('ready', flush=True); train_run(out, read_plan(out).runs[0])"
-    )
     rng = np.random.default_rng(0)
-    log = tmp_path / "killed" / "runs" / "one" / "log.jsonl"
-    for wait in rng.uniform(0.05, 0.6, size=2):
-        before = len(log.read_text()) if log.is_file() else 0
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "killed")], stdout=subprocess.PIPE)
-        # Only once it trains: most of the time goes into imports.
-        while process.poll() is None and (not log.is_file() or len(log.read_text()) == before):
-            time.sleep(0.02)
-        time.sleep(wait)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        runs = tmp_path / "killed" / "runs"
-        if any(runs.rglob("lab.json")):
-            found = checkpoints_of(tmp_path / "killed")
-            assert found.items() <= expected.items()
-    train_run(tmp_path / "killed", run)
-    assert checkpoints_of(tmp_path / "killed") == expected
+    killed = tmp_path / "killed"
+    log = killed / "runs" / "one" / "log.jsonl"
+    command = [sys.executable, "-c", _TRAINS_IN_CHILDREN, str(killed)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        for wait in rng.uniform(0.01, 0.3, size=4):
+            before = len(log.read_text()) if log.is_file() else 0
+            print(file=parent.stdin, flush=True)
+            child = int(parent.stdout.readline())
+            # Only once it trains, or has ended.
+            deadline = time.monotonic() + 60
+            while (not log.is_file() or len(log.read_text()) <= before) and time.monotonic() < deadline:
+                if (killed / "runs" / "one" / "done.json").is_file():
+                    break
+                time.sleep(0.01)
+            time.sleep(wait)
+            os.kill(child, signal.SIGKILL)
+            assert parent.stdout.readline() == "ended\n"
+            if any((killed / "runs").rglob("lab.json")):
+                found = checkpoints_of(killed)
+                assert found.items() <= expected.items()
+        parent.stdin.close()
+    prepare(killed, tiny_plan(run))
+    assert [path.name for path in killed.rglob(".*")] == []
+    train_run(killed, run)
+    assert checkpoints_of(killed) == expected
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:

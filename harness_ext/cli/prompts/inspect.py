@@ -81,13 +81,14 @@ def show(args: argparse.Namespace) -> int:
         KeyError: If there is no such prompt or dataset.
         ValueError: If --num-documents is not positive.
     """
-    from harness_ext.cli.prompts.dataset import read_facts
+    from harness_ext.cli.prompts.dataset import data_folders, read_facts
     from harness_ext.prompts import example_document, load_prompt
 
     if args.num_documents < 1:
         raise ValueError(f"--num-documents {args.num_documents}: expected at least 1.")
-    prompt = load_prompt(args.prompt)
-    facts = read_facts(prompt, args.dataset, num_documents=args.num_documents)
+    prompt = load_prompt(args.prompt, data_folders=data_folders(args.model))
+    folders = data_folders(args.model, prompt.path)
+    facts = read_facts(prompt, args.dataset, num_documents=args.num_documents, folders=folders)
     tokenizer = None if args.model is None else _load_tokenizer(args.model)
     encoder = None if tokenizer is None else _engine_encoder(args.model, tokenizer)
     print(f"id           {prompt.id}\nfile         {prompt.path}\ndigest       {prompt.digest}")
@@ -198,7 +199,7 @@ def check(args: argparse.Namespace) -> int:
     Raises:
         KeyError: If there is no such prompt or dataset.
     """
-    from harness_ext.cli.prompts.dataset import read_facts
+    from harness_ext.cli.prompts.dataset import data_folders, read_facts
     from harness_ext.prompts import (
         PromptError,
         check_prompt,
@@ -209,25 +210,31 @@ def check(args: argparse.Namespace) -> int:
         tokenize_words,
     )
 
-    names = [hit for name in args.prompts for hit in (find_prompts(name) if is_pattern(name) else [name])]
+    beside_model = data_folders(args.model)
+    names = [
+        hit
+        for name in args.prompts
+        for hit in (find_prompts(name, data_folders=beside_model) if is_pattern(name) else [name])
+    ]
     tokenizer = None if args.model is None else _load_tokenizer(args.model)
     encode = None if tokenizer is None else _encoder(tokenizer)
     num_errors = 0
     given: list[Prompt] = []
     for name in names:
         try:
-            prompt = load_prompt(name)
+            prompt = load_prompt(name, data_folders=beside_model)
         except PromptError as err:
             print(f"{name}\n  error: {err}")
             num_errors += 1
             continue
-        facts = read_facts(prompt, args.dataset)
+        facts = read_facts(prompt, args.dataset, folders=data_folders(args.model, prompt.path))
         config = facts.config
-        print(f"{prompt.id}  ({facts.source or 'dataset not known: columns and classes are not checked'})")
+        unknown = "" if config is None or config.classes else "; no data here, so that classes are not checked"
+        print(f"{prompt.id}  ({facts.source or 'dataset not known: columns and classes are not checked'}{unknown})")
         findings = check_prompt(
             prompt,
             columns=facts.columns,
-            classes=None if config is None else config.classes,
+            classes=None if config is None else config.classes or None,
             label_column=None if config is None else config.label_column,
             example=facts.examples[0] if facts.examples else None,
             encode=encode,

@@ -55,13 +55,19 @@ def new(args: argparse.Namespace) -> int:
             refused; nothing is written then.
         FileExistsError: If the file exists.
     """
-    from harness_ext.cli.prompts.dataset import read_facts, require_config
+    from harness_ext.cli.prompts.dataset import data_folders, read_facts, require_config
     from harness_ext.prompts import PROMPTS_VARIABLE, check_prompt, compose_source, is_prompt_id, parse_prompt
 
     if not is_prompt_id(args.id):
         raise ValueError(f"{args.id!r} is no prompt id; expected DATASET/NAME, such as 'sst/of_my_own'.")
     dataset, _, name = args.id.partition("/")
-    config = require_config(args.dataset or dataset)
+    folders = data_folders(None)
+    config = require_config(args.dataset or dataset, folders)
+    if not config.classes:
+        raise ValueError(
+            f"{config.name}: its data name its classes, and they are not here. Set HARNESS_EXT_DATA to the folder data/ of "
+            "`harness-ext lab run`."
+        )
     folder = _folder(args.out)
     path = folder / dataset / f"{name}.jinja"
     if path.exists():
@@ -70,7 +76,7 @@ def new(args: argparse.Namespace) -> int:
     words = _label_words(args.word, config)
     source = compose_source(DEFAULT_TEXT if args.template is None else args.template, words, column=config.text_column)
     prompt = parse_prompt(args.id, path, source.removesuffix("\n"))
-    facts = read_facts(prompt, args.dataset or dataset)
+    facts = read_facts(prompt, args.dataset or dataset, folders=folders)
     findings = check_prompt(
         prompt,
         columns=facts.columns,

@@ -99,7 +99,7 @@ def words(args: argparse.Namespace) -> int:
         ValueError: If an option is out of range, or the documents do not suffice.
         FileNotFoundError: If the dataset or the split is neither in the local mirror nor on the Hub.
     """
-    from harness_ext.cli.prompts.dataset import require_config
+    from harness_ext.cli.prompts.dataset import data_folders, require_config
     from harness_ext.prompts import load_prompt
 
     for option in ("top", "num_documents"):
@@ -107,11 +107,17 @@ def words(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected at least 1.")
     if args.held_out is not None and args.held_out < 0:
         raise ValueError(f"--held-out {args.held_out}: expected 0 or more.")
-    config = require_config(args.dataset)
+    folders = data_folders(args.model)
+    config = require_config(args.dataset, folders)
+    if not config.classes:
+        raise ValueError(
+            f"{config.name}: its data name its classes, and they are not here. Name as --model a folder of "
+            "`harness-ext lab run` that has them under data/, or set HARNESS_EXT_DATA to them."
+        )
     name = args.prompt or config.prompt
     if name is None:
         raise ValueError(f"{config.name} has no default prompt. Give --prompt ID.")
-    prompt = load_prompt(name)
+    prompt = load_prompt(name, data_folders=folders)
     own_words = _own_words(prompt, config)
     documents = _draw(config, args)
     found = _search(args, config, prompt, own_words, documents)

@@ -11,6 +11,7 @@ and completing it could tell nothing. So the tasks of `hmm` and `pcfg` withhold 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,12 @@ __all__ = [
     "NUM_WITHHELD",
     "ORGANISATION",
     "BayesAccuracy",
+    "ByDocument",
     "CrossEntropy",
     "Example",
     "Language",
     "Task",
+    "TaskByDocument",
     "bayes_accuracy",
     "optimal_cross_entropy",
     "word_indices",
@@ -84,6 +87,38 @@ class Task(Protocol):
     def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
         """Return `posterior` of each of N documents, float64 of shape (N, C); many at once are faster."""
         ...
+
+
+class ByDocument(ABC):
+    """What a `Language` says of one document, by what it says of many."""
+
+    @abstractmethod
+    def next_words(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """See `Language.next_words`."""
+
+    @abstractmethod
+    def log_probabilities_of(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """See `Language.log_probabilities_of`."""
+
+    def next_word(self, prefix: Sequence[str]) -> np.ndarray:
+        """See `Language.next_word`."""
+        return self.next_words([prefix])[0][-1]
+
+    def log_probabilities(self, document: Sequence[str]) -> np.ndarray:
+        """See `Language.log_probabilities`."""
+        return self.log_probabilities_of([document])[0]
+
+
+class TaskByDocument(ABC):
+    """What a `Task` says of one document, by what it says of many."""
+
+    @abstractmethod
+    def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
+        """See `Task.posteriors`."""
+
+    def posterior(self, words: Sequence[str]) -> np.ndarray:
+        """See `Task.posterior`."""
+        return self.posteriors([words])[0]
 
 
 class Language(Protocol):

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness_ext.lab.languages.base import NUM_WITHHELD, Example, word_indices, word_tokenizer
+from harness_ext.lab.languages.base import (
+    NUM_WITHHELD,
+    ByDocument,
+    Example,
+    TaskByDocument,
+    word_indices,
+    word_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -114,7 +121,7 @@ class HiddenText(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Hmm:
+class Hmm(ByDocument):
     """The language, as explicit tables. R regimes, K states, V words; the arrays are float64 and cannot be written to.
 
     Attributes:
@@ -212,22 +219,6 @@ class Hmm:
         """Return the documents' words as strings."""
         vocabulary = np.array(self.words, dtype=object)
         return [tuple(vocabulary[row[:length]].tolist()) for row, length in zip(text.words, text.lengths, strict=True)]
-
-    def next_word(self, prefix: Sequence[str]) -> np.ndarray:
-        """Return p*(· | prefix), float64 (V + 1,): the words, then the end of text.
-
-        Raises:
-            ValueError: If the prefix cannot occur.
-        """
-        return self.next_words([prefix])[0][-1]
-
-    def log_probabilities(self, document: Sequence[str]) -> np.ndarray:
-        """Return log p*(w_t | w_<t) in nats, float64 (len(document) + 1,); the last is the end of text's.
-
-        Raises:
-            ValueError: If the document cannot occur.
-        """
-        return self.log_probabilities_of([document])[0]
 
     def log_probabilities_of(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return `log_probabilities` of each document; many at once cost little more than one.
@@ -418,7 +409,7 @@ class Hmm:
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenSumTask:
+class HiddenSumTask(TaskByDocument):
     """The downstream task that a question asks of a language.
 
     The classifier sees documents without their last word. They are what the language can go on from, and since the length of
@@ -463,16 +454,12 @@ class HiddenSumTask:
             total += np.array(self.question.state_values)[states]
         return total % self.question.num_classes
 
-    def posterior(self, words: Sequence[str]) -> np.ndarray:
-        """Return p(class | words, and that one more follows), float64 (C,), exactly.
+    def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return p(class | words, and that one more follows) of each document, exactly, float64 (n, C).
 
         Raises:
-            ValueError: If the document cannot occur or is too short for the question's positions.
+            ValueError: If a document cannot occur or is too short for the question's positions.
         """
-        return self.posteriors([words])[0]
-
-    def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
-        """Return `posterior` of each document, float64 (n, C); many at once cost little more than one."""
         return self.language.class_posteriors(self.question, documents, num_unseen=NUM_WITHHELD)
 
 

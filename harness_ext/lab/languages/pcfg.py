@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness_ext.lab.languages.base import NUM_WITHHELD, Example, word_tokenizer
+from harness_ext.lab.languages.base import NUM_WITHHELD, ByDocument, Example, TaskByDocument, word_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -126,7 +126,7 @@ class _Words(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pcfg:
+class Pcfg(ByDocument):
     """The language, as explicit tables. L levels below the start symbol, V words.
 
     Attributes:
@@ -240,14 +240,6 @@ class Pcfg:
             for text, top_rule, *parts in zip(texts, top_rules.tolist(), *levels, strict=True)
         ]
 
-    def next_word(self, prefix: Sequence[str]) -> np.ndarray:
-        """Return p*(· | prefix), float64 of shape (V + 1,): the words, then the end of text.
-
-        Raises:
-            ValueError: If the prefix cannot occur.
-        """
-        return self.next_words([prefix])[0][-1]
-
     def next_words(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return p* after every prefix of each document, the empty one and the whole included: float64 (len + 1, V + 1) each.
 
@@ -277,14 +269,6 @@ class Pcfg:
                     self._refuse(document, "beginning of a sentence")
                 results.append(rows[:length] / total[:length])
         return results
-
-    def log_probabilities(self, document: Sequence[str]) -> np.ndarray:
-        """Return log p*(w_t | w_<t), natural logarithm, float64 of shape (len(document) + 1,); the last is the end of text's.
-
-        Raises:
-            ValueError: If the document cannot occur.
-        """
-        return self.log_probabilities_of([document])[0]
 
     def log_probabilities_of(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return `log_probabilities` of each document; many at once are faster.
@@ -572,7 +556,7 @@ class Pcfg:
 
 
 @dataclass(frozen=True, eq=False)
-class TopRuleTask:
+class TopRuleTask(TaskByDocument):
     """Which rule of the start symbol made the sentence: the class of the sentence.
 
     The label is the rule that was drawn. The last word is not shown.
@@ -597,17 +581,13 @@ class TopRuleTask:
         derivations = self.language.sample_derivations(count, rng, shortest=NUM_WITHHELD + 1)
         return [Example(drawn.words[:-NUM_WITHHELD], drawn.top_rule) for drawn in derivations]
 
-    def posterior(self, words: Sequence[str]) -> np.ndarray:
-        """Return p(class | words, and that one more follows), float64 of shape (C,), exactly."""
-        return self.posteriors([words])[0]
-
     def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
-        """Return `posterior` of each document, float64 (N, C); many at once are faster."""
+        """Return p(class | words, and that one more follows) of each document, exactly, float64 (N, C)."""
         return self.language.top_rule_posteriors(documents, num_unseen=NUM_WITHHELD)
 
 
 @dataclass(frozen=True, eq=False)
-class ConstituentTask:
+class ConstituentTask(TaskByDocument):
     """Which symbol of a level the first or the last constituent of that level is.
 
     The label is the symbol that was drawn. Where the constituent ends (or begins) is not shown, nor is the last word.
@@ -642,12 +622,8 @@ class ConstituentTask:
         derivations = self.language.sample_derivations(count, rng, shortest=NUM_WITHHELD + 1)
         return [Example(drawn.words[:-NUM_WITHHELD], drawn.symbols[self.level - 1][place]) for drawn in derivations]
 
-    def posterior(self, words: Sequence[str]) -> np.ndarray:
-        """Return p(class | words, and that one more follows), float64 of shape (C,), exactly."""
-        return self.posteriors([words])[0]
-
     def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
-        """Return `posterior` of each document, float64 (N, C); many at once are faster."""
+        """Return p(class | words, and that one more follows) of each document, exactly, float64 (N, C)."""
         return self.language.constituent_posteriors(documents, self.level, self.side, num_unseen=NUM_WITHHELD)
 
 

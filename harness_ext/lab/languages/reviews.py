@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness_ext.lab.languages.base import END_OF_TEXT, Example, word_indices
+from harness_ext.lab.languages.base import END_OF_TEXT, ByDocument, Example, TaskByDocument, word_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,7 +117,7 @@ class Review(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ReviewGrammar:
+class ReviewGrammar(ByDocument):
     """The language, as explicit tables. S sentiments, T topics.
 
     Attributes:
@@ -242,14 +242,6 @@ class ReviewGrammar:
                 reviews.append(review)
         return reviews
 
-    def next_word(self, prefix: Sequence[str]) -> np.ndarray:
-        """Return p*(· | prefix), float64 of shape (V + 1,): the words, then the end of text.
-
-        Raises:
-            ValueError: If the prefix cannot occur.
-        """
-        return self.next_words([prefix])[0][-1]
-
     def next_words(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return p* after every prefix of each document, the empty one and the whole included: float64 (len + 1, V + 1) each.
 
@@ -270,14 +262,6 @@ class ReviewGrammar:
             for row, table in zip(rows, tables, strict=True):
                 result[row] = table
         return result
-
-    def log_probabilities(self, document: Sequence[str]) -> np.ndarray:
-        """Return log p*(w_t | w_<t), natural logarithm, float64 of shape (len(document) + 1,); the last is the end of text's.
-
-        Raises:
-            ValueError: If the document cannot occur.
-        """
-        return self.log_probabilities_of([document])[0]
 
     def log_probabilities_of(self, documents: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return `log_probabilities` of each document; many at once are faster.
@@ -445,7 +429,7 @@ class ReviewGrammar:
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenVariableTask:
+class HiddenVariableTask(TaskByDocument):
     """The downstream task that asks a body for its sentiment or its topic.
 
     The classifier sees bodies that the task's cue can follow. How many sentences a body has says nothing about either.
@@ -487,16 +471,12 @@ class HiddenVariableTask:
         """Return the body of a review with its label."""
         return Example(review.body, getattr(review, self.variable))
 
-    def posterior(self, words: Sequence[str]) -> np.ndarray:
-        """Return p(class | body), float64 of shape (C,), exactly.
+    def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return p(class | body) of each body, exactly, float64 (n, C).
 
         Raises:
-            ValueError: If the words are no body.
+            ValueError: If a document is no body.
         """
-        return self.posteriors([words])[0]
-
-    def posteriors(self, documents: Sequence[Sequence[str]]) -> np.ndarray:
-        """Return `posterior` of each body, float64 (n, C); many at once are faster."""
         return self.language.posteriors(documents).sum(axis=2 if self.variable == "sentiment" else 1)
 
 
