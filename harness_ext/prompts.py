@@ -6,8 +6,8 @@
 A template sees the columns of one row of its dataset. `label_words` is read from the syntax tree, never computed, so
 that listing prompts runs none of them. A label word is scored as the continuation `" " + word` of the rendered text.
 
-Templates run in Jinja's sandbox, with limits on loops and output. That stops accidents and stray files, not an attacker
-who is set on filling the memory: read a template before you run it, as you would a task YAML.
+Templates run in a sandbox with limits on time and memory, see `harness_ext.sandbox`: a template of unknown origin renders, or
+is refused with its file and the reason.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from typing import Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.meta
-import jinja2.sandbox
 from jinja2 import nodes
-from jinja2.runtime import Context
 
-from harness_ext import resources
+from harness_ext import resources, sandbox
 from harness_ext.contracts import Span
 
 __all__ = [
@@ -64,9 +62,8 @@ PROMPTS_VARIABLE = "HARNESS_EXT_PROMPTS"
 
 _SUFFIX = ".jinja"
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-_BUDGET = "loop budget"  # a name in the rendering's context that, with its blank, no template can write
-_MAX_STEPS = 100_000  # the sandbox's own limit on one range(); here for all loops of a rendering together
-_MAX_CHARACTERS = 1_000_000  # the longest IMDb review has 13,704 characters
+_MAX_SOURCE = 100_000
+_MAX_REASON = 300
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -148,23 +145,36 @@ class Prompt:
         return Span(start, end)
 
     def _text(self, doc: Mapping[str, Any]) -> str:
-        pieces: list[str] = []
-        size = 0
         try:
-            for piece in _compile(self.source).generate({**doc, _BUDGET: _Budget(_MAX_STEPS)}):
-                pieces.append(piece)
-                size += len(piece)
-                if size > _MAX_CHARACTERS:
-                    raise _Refused(f"it renders to more than {_MAX_CHARACTERS:,} characters")
+            text = "".join(_ENVIRONMENT.pieces(_compile(self.source), doc))
         except jinja2.UndefinedError as err:
             missing = ", ".join(repr(name) for name in sorted(self.variables - doc.keys()))
-            reason = f"the document has no column {missing}" if missing else str(err)
-            raise PromptError(f"{self.path}: {reason}. Its columns: {', '.join(sorted(doc))}.") from err
+            reason = f"the document has no column {missing}" if missing else _reason(err)
+            raise PromptError(f"{self.path}: {reason}. Its columns: {', '.join(sorted(map(str, doc)))}.") from err
         except Exception as err:  # whatever the template's own expressions raise
             null = ", ".join(repr(name) for name in sorted(self.variables) if doc.get(name, "") is None)
             hint = f" Null in this document: {null}." if null else ""
-            raise PromptError(f"{self.path}: cannot be rendered: {str(err).rstrip('.')}.{hint}") from err
-        return "".join(pieces)
+            raise PromptError(f"{self.path}: cannot be rendered: {_reason(err)}.{hint}") from err
+        if half := _lone_surrogate(text):
+            raise PromptError(
+                f"{self.path}: renders to {half}, half of a surrogate pair, which is no character. Correct the template, or "
+                "the document where it comes from there."
+            )
+        return text
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).rstrip(".") or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
+
+
+def _lone_surrogate(text: str) -> str | None:
+    """The first character that is none, such as `U+D800`: tokenizers take UTF-8, which cannot say it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        return f"U+{ord(text[err.start]):04X}"
+    return None
 
 
 # ------------------------------------------------------------------------------------------------- find and load
@@ -352,69 +362,12 @@ def _unknown(name: str, known: Sequence[str]) -> KeyError:
 # ------------------------------------------------------------------------------------------------- parse
 
 
-class _Refused(RuntimeError):
-    """A template does what a prompt may not."""
-
-
-class _Budget:
-    """How many loop steps a rendering has left, all its loops together."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def spend(self) -> None:
-        self._steps -= 1
-        if self._steps < 0:
-            raise _Refused(f"its loops take more than {_MAX_STEPS:,} steps")
-
-
-@jinja2.pass_context
-def _bounded(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    budget = context[_BUDGET]
-    for item in items:
-        budget.spend()
-        yield item
-
-
-def _printable(value: Any) -> Any:
-    """Refuse what Jinja would print as `None` or as `<function …>`, for the model to read."""
-    if value is None:
-        raise _Refused("it prints a null value (None)")
-    if callable(value) and not isinstance(value, jinja2.Undefined):
-        raise _Refused(f"it prints a function, {getattr(value, '__name__', value)}")
-    return value
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox whose output depends on the template and the document alone, and is bounded."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(undefined=jinja2.StrictUndefined, finalize=_printable, keep_trailing_newline=True)
-        self.filters["_bounded"] = _bounded
-        del self.filters["random"], self.globals["lipsum"]
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise _Refused("it uses **")
-        for sequence, times in ((left, right), (right, left)):
-            repeats = isinstance(sequence, str | list | tuple) and isinstance(times, int)
-            if repeats and len(sequence) * times > _MAX_CHARACTERS:
-                raise _Refused(f"it repeats a value to more than {_MAX_CHARACTERS:,} items")
-        return super().call_binop(context, operator, left, right)
-
-
-_ENVIRONMENT = _Environment()
+_ENVIRONMENT = sandbox.Environment()
 
 
 @functools.lru_cache(maxsize=1024)
 def _compile(source: str) -> jinja2.Template:
-    tree = _ENVIRONMENT.parse(source)
-    for loop in list(tree.find_all(nodes.For)):
-        loop.iter = nodes.Filter(loop.iter, "_bounded", [], [], None, None, lineno=loop.lineno)
-    tree.set_environment(_ENVIRONMENT)
-    return _ENVIRONMENT.from_string(tree)
+    return _ENVIRONMENT.metered(_ENVIRONMENT.parse(source))
 
 
 def _read(prompt_id: str, path: Path) -> Prompt:
@@ -431,28 +384,31 @@ def parse_prompt(prompt_id: str, path: Path, source: str) -> Prompt:
     Raises:
         PromptError: If it is no valid template.
     """
-    if len(source) > _MAX_CHARACTERS:
-        raise PromptError(f"{path}: {len(source):,} characters; a prompt has at most {_MAX_CHARACTERS:,}.")
+    if len(source) > _MAX_SOURCE:
+        raise PromptError(f"{path}: {len(source):,} characters; a prompt has at most {_MAX_SOURCE:,}.")
+    if half := _lone_surrogate(source):
+        raise PromptError(f"{path}: has {half}, half of a surrogate pair, which is no character. Remove it.")
     source = source.removesuffix("\n")  # editors add it
     try:
-        tree = _ENVIRONMENT.parse(source)
-        # Compiling finds unknown filters and tests, which parsing does not.
+        # Compiling finds unknown filters and tests, and what a prompt may not do, which parsing does not.
         _compile(source)
+        tree = _ENVIRONMENT.parse(source)
+        label_words = _read_label_words(tree, path)
+        variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
     except jinja2.TemplateSyntaxError as err:
-        raise PromptError(f"{path}, line {err.lineno}: {str(err.message).rstrip('.')}.") from err
+        raise PromptError(f"{path}, line {err.lineno}: {_reason(err)}.") from err
+    except PromptError:
+        raise
     except RecursionError as err:
         raise PromptError(f"{path}: nested too deeply.") from err
-    other_files: tuple[type[nodes.Node], ...] = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
-    for node in tree.find_all(other_files):
-        raise PromptError(
-            f"{path}, line {node.lineno}: a prompt is one self-contained file; include, import and extends are refused."
-        )
+    except Exception as err:  # of Python's compiler: so many nested blocks, so deep an expression
+        raise PromptError(f"{path}: cannot be compiled: {_reason(err)}.") from err
     return Prompt(
         id=prompt_id,
         path=path,
         source=source,
-        label_words=_read_label_words(tree, path),
-        variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
+        label_words=label_words,
+        variables=variables,
         digest=hashlib.sha256(source.encode()).hexdigest()[:12],
     )
 
@@ -481,6 +437,8 @@ def _read_label_words(tree: nodes.Template, path: Path) -> dict[str, tuple[str, 
     def string(node: nodes.Node, what: str) -> str:
         if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
             raise error(node, f"{what} is not a literal string")
+        if half := _lone_surrogate(node.value):
+            raise error(node, f"{what} has {half}, half of a surrogate pair, which is no character")
         return node.value
 
     label_words: dict[str, tuple[str, ...]] = {}

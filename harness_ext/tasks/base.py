@@ -277,7 +277,7 @@ class PromptTask(WholeTask):
                 f"{name}: {hidden} of {len(values)} documents have no label ({HIDDEN_LABEL}), so nothing can be scored. "
                 f'Evaluate a split with labels: --metadata \'{{"eval_split": "validation"}}\'.'
             )
-        for value in dict.fromkeys(values):
+        for value in {repr(value): value for value in values}.values():  # a list is no label, and cannot be hashed
             self.label_of({self.label_column: value})
 
     def _check_document(self, doc: Mapping[str, Any], doc_id: int, split: str) -> None:

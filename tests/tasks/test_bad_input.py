@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -75,9 +77,25 @@ def test_f1_of_more_than_two_classes_is_refused(make: Make, world: World) -> Non
 
 
 @EITHER
-def test_a_metric_that_the_evaluate_library_lacks(make: Make, tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match=r"evaluate library has no metric '.*absent\.py'.*without internet"):
-        make(metric_list=[{"metric": str(tmp_path / "absent.py"), "hf_evaluate": True}])
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, r"FileNotFoundError: .*metric script"),
+        ("import a_package_that_nobody_has\n", r"ImportError: .*a_package_that_nobody_has"),
+        ("raise RuntimeError('no licence')\n", "RuntimeError: no licence"),
+    ],
+    ids=["absent", "needs a package", "raises"],
+)
+def test_a_metric_that_the_evaluate_library_cannot_load(
+    make: Make, modules: Path, script: str | None, reason: str
+) -> None:
+    path = modules / "strange.py"
+    if script is not None:
+        path.write_text(script)
+    with pytest.raises(
+        ValueError, match=rf"films\.yaml: the evaluate library could not load metric '.*strange\.py' \({reason}"
+    ):
+        make(metric_list=[{"metric": str(path), "hf_evaluate": True}])
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -155,10 +173,10 @@ def test_hidden_labels(make: Make, world: World, hidden: Any, share: str) -> Non
 
 
 @EITHER
-@pytest.mark.parametrize("labels", [[0, 1, 2], [2, 1, 0], ["negative", "neutral"], [0.0, 1.0]])
+@pytest.mark.parametrize("labels", [[0, 1, 2], [2, 1, 0], ["negative", "neutral"], [0.0, 1.0], [[0], [1]]])
 def test_labels_that_are_no_classes(make: Make, world: World, labels: list[Any]) -> None:
     rows = [{"text": f"film {i}", "label": label} for i, label in enumerate(labels)]
-    name = world.add_dataset(f"tests/labels_{'_'.join(map(str, labels))}", {"train": rows, "test": rows})
+    name = world.add_dataset(f"tests/labels{re.sub(r'[^a-z0-9]+', '_', str(labels))}", {"train": rows, "test": rows})
     with pytest.raises(ValueError, match=rf"{name}.*'label' has .*expected 0 to 1 or one of 'negative', 'positive'"):
         make(dataset_path=name)
 

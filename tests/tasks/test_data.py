@@ -209,3 +209,101 @@ def test_a_task_finds_the_data_of_the_model_in_its_metadata(tmp_path: Path) -> N
     assert task.eval_docs.to_list() == ROWS
     with pytest.raises(FileNotFoundError, match="harness-ext demo"):
         natural(dataset_path=OWN)
+
+
+# ------------------------------------------------------------------------------------------------- hostile names
+
+
+@pytest.mark.parametrize("split", ["../secret/test", "/etc/passwd", "..\\test", "a/../test", "te\0st", ""])
+def test_a_split_leads_nowhere_else(mirror: Path, split: str) -> None:
+    write_split(mirror / "org" / "name", "test", ROWS)
+    write_split(mirror / "org" / "secret", "test", ROWS)
+    with pytest.raises(ValueError, match=r"org/name: split .* is no name"):
+        open_dataset("org/name", None)[split]
+
+
+def test_the_option_of_a_task_leads_nowhere_else(world: World) -> None:
+    world.add_dataset("tests/secret", {"test": world.splits["test"]})
+    with pytest.raises(ValueError, match=r"split '\.\./secret/test' is no name"):
+        natural(metadata={"eval_split": "../secret/test"})
+
+
+@pytest.mark.parametrize("name", ["../secret", "org/../../secret", "/secret", "./org/name", "org//name", "org/name/.."])
+def test_a_dataset_of_the_mirror_goes_by_its_id(mirror: Path, hub: list[Any], name: str, tmp_path: Path) -> None:
+    """Anything else is a path of the user's, which the library opens, from where the user is."""
+    for folder in (tmp_path / "secret", mirror / "secret", mirror / "org" / "name"):
+        write_split(folder, "test", ROWS)
+    given = str(tmp_path / "secret") if name == "/secret" else name
+    assert open_dataset(given, None).source == f"Hugging Face Hub {given}"
+
+
+@pytest.mark.parametrize("name", ["harness_ext/../../secret", "harness_ext/../x", "harness_ext//reviews"])
+def test_a_language_of_the_lab_stays_beside_its_model(tmp_path: Path, mirror: Path, hub: list[Any], name: str) -> None:
+    write_split(tmp_path / "secret", "test", ROWS)
+    write_split(tmp_path / "model" / "data" / OWN, "test", ROWS)
+    with pytest.raises(FileNotFoundError, match="is a dataset of a synthetic language"):
+        open_dataset(name, None, pretrained=str(tmp_path / "model"))
+    assert hub == []
+
+
+@pytest.mark.parametrize("link", ["file", "dataset", "data"])
+def test_what_comes_with_a_model_does_not_lead_out_of_it(tmp_path: Path, mirror: Path, link: str) -> None:
+    target = write_split(tmp_path / "secret" / OWN, "test", ROWS)
+    place = {"file": f"data/{OWN}/test.jsonl", "dataset": f"data/{OWN}", "data": "data"}[link]
+    path = tmp_path / "model" / place
+    path.parent.mkdir(parents=True)
+    path.symlink_to({"file": target, "dataset": target.parent, "data": tmp_path / "secret"}[link])
+    splits = open_dataset(OWN, None, pretrained=str(tmp_path / "model"))
+    with pytest.raises(ValueError, match=r"test\.jsonl leads out of .*model, to .*secret"):
+        splits["test"]
+
+
+def test_links_of_the_users_own_mirror_are_followed(mirror: Path, tmp_path: Path) -> None:
+    write_split(tmp_path / "large_disk" / "name", "test", ROWS)
+    (mirror / "org").mkdir()
+    (mirror / "org" / "name").symlink_to(tmp_path / "large_disk" / "name")
+    assert open_dataset("org/name", None)["test"].to_list() == ROWS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Dataset scripts are no longer supported"), TypeError("no option x")])
+def test_whatever_the_library_raises_is_one_error(
+    error: Exception, mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(FileNotFoundError, match=f"org/name, split 'test'.*{error}"):
+        open_dataset("org/name", None)["test"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[1, 2, 3]\n",
+        b'"text"\n',
+        b"null\n",
+        b" \t null\r\n",
+        b"\xef\xbb\xbfnull",
+        b'\n\nnull\n{"text": "a"}\n',
+        b'{"text": "a"} null\n',
+        b'{"text": "a"}\n{"text": {"b": 1}}\n',
+        b'{"text": "a", "label": 0}\n[1]\n',
+        b'{"text": "\xff\xfe"}\n',
+        b'{"text": "\\ud800"}\n',
+        b"\x00\x01\x02",
+        b"\x1f\x8b\x08\x00 no gzip",
+        b'{"text": ' * 2000 + b"1" + b"}" * 2000,
+        b'{"text": 1e999, "label": 99999999999999999999999999}\n',
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_rows_of_any_bytes_are_read_or_refused_by_name(mirror: Path, content: bytes) -> None:
+    path = write_split(mirror / "org" / "name", "test", ROWS)
+    path.write_bytes(content)
+    try:
+        rows = open_dataset("org/name", None)["test"].to_list()
+    except ValueError as err:
+        assert str(path) in str(err)  # noqa: PT017
+    else:
+        assert all(isinstance(row, dict) for row in rows)

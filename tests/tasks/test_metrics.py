@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +41,6 @@ ITEMS = [(gold, (RUNS[0][i], RUNS[1][i])) for i, gold in enumerate(GOLD)]
 @pytest.fixture(scope="module")
 def lm(world: World) -> Any:
     return hf_model()
-
-
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for the copies that `evaluate` makes of metric scripts."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(evaluate_library.config, "HF_MODULES_CACHE", tmp_path / "modules")
-    monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", tmp_path / "metrics")
-    yield tmp_path
-    for name in [name for name in sys.modules if name.startswith("evaluate_modules")]:
-        del sys.modules[name]
 
 
 def predictions(results: dict[str, Any]) -> tuple[list[int], list[int]]:
