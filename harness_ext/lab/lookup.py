@@ -20,6 +20,7 @@ Known gap: no key/value cache, so `generate` computes the whole document again f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +53,7 @@ __all__ = [
     "LookupForCausalLM",
     "LookupModel",
     "possible_next_words",
+    "refuse_other_code",
     "register_lookup",
     "save_lookup",
 ]
@@ -324,17 +326,44 @@ def save_lookup(folder: Path, language: Language, tokenizer: PreTrainedTokenizer
         eos_token_id=tokens.end_of_text,
         architectures=[LookupForCausalLM.__name__],
     )
-    module = MODELING_FILE.removesuffix(".py")
-    config.auto_map = {
-        "AutoConfig": f"{module}.{LookupConfig.__name__}",
-        "AutoModelForCausalLM": f"{module}.{LookupForCausalLM.__name__}",
-    }
+    config.auto_map = _auto_map()
     model = LookupForCausalLM(config)
     model.generation_config.pad_token_id = tokens.end_of_text
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MODELING_FILE).write_text(_MODELING_SOURCE, encoding="utf-8")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def refuse_other_code(folder: Path) -> None:
+    """Check that `trust_remote_code=True` runs nothing in a folder but what `save_lookup` writes there.
+
+    Raises:
+        ValueError: If the folder has other code, or its configuration names code elsewhere.
+        OSError: If it has no configuration.
+    """
+    for path in sorted(folder.rglob("*.py")):
+        if path != folder / MODELING_FILE or path.read_text(encoding="utf-8", errors="replace") != _MODELING_SOURCE:
+            raise ValueError(
+                f"{path}: expected no code but the {MODELING_FILE} that `harness-ext lab run` writes. Remove {folder}."
+            )
+    for path in sorted(folder.rglob("*.json")):
+        found = _code_named_in(path)
+        if found not in (None, _auto_map()):
+            raise ValueError(f"{path}: expected auto_map to be {_auto_map()}, found {found!r}. Remove {folder}.")
+
+
+def _auto_map() -> dict[str, str]:
+    module = MODELING_FILE.removesuffix(".py")
+    return {
+        "AutoConfig": f"{module}.{LookupConfig.__name__}",
+        "AutoModelForCausalLM": f"{module}.{LookupForCausalLM.__name__}",
+    }
+
+
+def _code_named_in(path: Path) -> Any:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content.get("auto_map") if isinstance(content, dict) else None
 
 
 def _words_of(tokens: np.ndarray, size: int) -> np.ndarray:

@@ -501,6 +501,8 @@ class _Task:
             count = untrusted.whole_number(report.get(name))
             if count:
                 notes.append(f"{count:,} of {documents or 'the'} documents {meaning}")
+        for split, rows in untrusted.mapping(report.get("sample")).items():
+            notes.append(f"a sample: of split {untrusted.name(split, 60)} {untrusted.name(rows, 60)} rows")
         for entry in self._report_prompts():
             name = untrusted.name(entry.get("name"), 120)
             tied = untrusted.whole_number(entry.get("tied_documents"))

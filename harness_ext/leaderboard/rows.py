@@ -533,7 +533,7 @@ def _commonest(values: Iterable[int]) -> int | None:
 
 
 def _labels(columns: Iterable[Column]) -> dict[str, str]:
-    """A heading for each column: its task, with what differs from the other columns of the task."""
+    """A heading for each column: its task, with what differs from other columns of the task; that it is of a sample always."""
     of_task: dict[str, list[Column]] = {}
     for column in columns:
         of_task.setdefault(column.task, []).append(column)
@@ -541,7 +541,9 @@ def _labels(columns: Iterable[Column]) -> dict[str, str]:
     for task, same in of_task.items():
         traits = {column.id: _traits(column) for column in sorted(same, key=lambda column: column.id)}
         names = sorted({name for found in traits.values() for name in found}, key=_trait_order)
-        telling = [name for name in names if len({found.get(name) for found in traits.values()}) > 1]
+        telling = [
+            name for name in names if name == "sample" or len({found.get(name) for found in traits.values()}) > 1
+        ]
         made = {
             identifier: ", ".join(found[name] for name in telling if found.get(name))
             for identifier, found in traits.items()
@@ -571,12 +573,13 @@ def _traits(column: Column) -> dict[str, str]:
         "features": column.features,
         "dataset": column.dataset,
         "kind": column.kind,
+        "sample": "sample" if column.settings.get("sample") else "",
     }
     # Texts, such as prompts of lm_eval's own tasks, do not fit into a heading; the digits of the id tell them apart.
     return traits | {
         name: f"{name} {value}"
         for name, value in column.settings.items()
-        if len(value) <= 24 and not name.startswith(("doc_to_", "process_", "description"))
+        if name not in traits and len(value) <= 24 and not name.startswith(("doc_to_", "process_", "description"))
     }
 
 

@@ -31,6 +31,7 @@ from harness_ext.lab.lookup import (
     FLOOR,
     LookupForCausalLM,
     possible_next_words,
+    refuse_other_code,
     register_lookup,
     save_lookup,
 )
@@ -221,6 +222,26 @@ def test_it_is_saved_again_and_loads_in_this_process_without_trust(tmp_path: Pat
     for table in ("initial", "transition", "emission", "length_probabilities"):
         np.testing.assert_array_equal(getattr(again.model.language, table), getattr(language, table))
     assert not again.lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("modeling_lookup.py", "import os"),
+        ("tokenization.py", ""),
+        ("deeper/code.py", ""),
+        ("config.json", '{"auto_map": {"AutoModelForCausalLM": "someone/else--modeling.Model"}}'),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": "code.Tokenizer"}}'),
+    ],
+)
+def test_code_of_others_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    language = tiny_hmm()
+    save_lookup(tmp_path, language, language.tokenizer(max_length=32))
+    refuse_other_code(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{name}: expected .* Remove"):
+        refuse_other_code(tmp_path)
 
 
 def test_generate_writes_documents_of_the_language(tmp_path: Path) -> None:

@@ -262,6 +262,19 @@ def test_flatness_settings_that_change_numbers_and_those_that_do_not() -> None:
     assert only_task(flat(labels="sampled")).column.id != base
 
 
+def test_a_sample_of_a_dataset_is_another_column_and_says_so() -> None:
+    def of(**report: Any) -> TaskRecord:
+        config = task_config(metadata={"version": 1.0, "report": {"features": "f", "documents": 100} | report})
+        return only_task(result_file(["probe_news"], configs={"probe_news": config}))
+
+    whole, sample = of(), of(sample={"test": "100 of 7,600"})
+    assert whole.column.id != sample.column.id
+    assert "sample" not in whole.column.settings
+    assert "100 of 7,600" in sample.column.settings["sample"]
+    assert "a sample: of split test 100 of 7,600 rows" in sample.notes
+    assert not any("sample" in note for note in whole.notes)
+
+
 def test_losses_of_other_texts_blocks_or_parts_do_not_compare() -> None:
     def text(effective: int | None = None, **report: Any) -> str:
         made = result_file(

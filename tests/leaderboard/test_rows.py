@@ -156,6 +156,16 @@ def test_columns_of_one_task_have_headings_that_tell_them_apart() -> None:
     assert sum(label.startswith("reviews (v1, 0-shot, ") for label in labels) == 3
 
 
+def test_a_sample_says_so_also_where_it_is_the_only_column_of_its_task() -> None:
+    def news(**report: Any) -> dict[str, Any]:
+        config = task_config(metadata={"version": 1.0, "report": {"features": "f"} | report})
+        return result_file(["probe_news"], configs={"probe_news": config})
+
+    sample = news(sample={"test": "100 of 7,600"})
+    assert [column.label for column in rows(sample).columns] == ["probe_news (sample)"]
+    assert {column.label for column in rows(sample, news()).columns} == {"probe_news (sample)", "probe_news"}
+
+
 def test_the_metric_of_a_column_and_its_chance() -> None:
     made = rows(
         result_file({"reviews": {"f1,none": 0.4, "acc_norm,none": 0.6, "acc,none": 0.5, "acc_stderr,none": 0.01}})

@@ -130,6 +130,7 @@ def evaluate(out: Path, plan: Plan, groups: Mapping[str, Any], *, workers: int |
         ValueError: If lm_eval fails on a model; the others have been finished.
     """
     from harness_ext.lab.checkpoints import find_checkpoints
+    from harness_ext.lab.lookup import refuse_other_code
     from harness_ext.lab.run import LOOKUP
 
     wanted = {model["name"] for group in groups["groups"] for model in group["models"]}
@@ -141,6 +142,8 @@ def evaluate(out: Path, plan: Plan, groups: Mapping[str, Any], *, workers: int |
         is_lookup = checkpoint.run == LOOKUP
         if checkpoint.name not in wanted and not is_lookup:
             continue
+        if is_lookup:
+            refuse_other_code(checkpoint.folder)
         link_data(out / "data", checkpoint.folder / "data")
         evaluations.append(
             Evaluation(
