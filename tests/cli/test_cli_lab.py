@@ -39,6 +39,9 @@ from harness_ext.lab.model import ModelConfig
 from harness_ext.lab.run import Plan, Run
 from harness_ext.lab.train import TrainConfig
 
+# Its models are made once, where all workers would make them.
+pytestmark = pytest.mark.xdist_group("cli_lab")
+
 def tiny(seed):
     def run(name, width, depth=1, architecture="gpt2"):
         model = ModelConfig(width=width, depth=depth, heads=2, context=32, architecture=architecture)

@@ -25,6 +25,9 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.tasks import TaskManager
 from harness_ext import plugin
 
+# Its models are made once, where all workers would make them.
+pytestmark = pytest.mark.xdist_group("clean_runs")
+
 plugin.install()
 scan = TaskManager.__init__
 TaskManager.__init__ = lambda self, *args, **kwargs: scan(self, *args, **{**kwargs, "include_defaults": False})
