@@ -328,6 +328,8 @@ def save_lookup(folder: Path, language: Language, tokenizer: PreTrainedTokenizer
     )
     config.auto_map = _auto_map()
     model = LookupForCausalLM(config)
+    # Once such a folder was loaded, transformers would copy this module, too, into those that are saved later.
+    LookupForCausalLM._auto_class = LookupConfig._auto_class = None
     model.generation_config.pad_token_id = tokens.end_of_text
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MODELING_FILE).write_text(_MODELING_SOURCE, encoding="utf-8")

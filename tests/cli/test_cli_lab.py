@@ -23,6 +23,9 @@ from harness_ext.lab import sde
 from harness_ext.lab.checkpoints import find_checkpoints
 from harness_ext.lab.presets import PRESETS
 
+# Its models are made once, where all workers would make them.
+pytestmark = pytest.mark.xdist_group("cli_lab")
+
 # A process for each line of input, a fork of one that has imported what takes seconds. lm_eval is left out (the demo's test
 # runs it): what evaluates a model here counts its parameters and makes up the rest.
 _LAB = """
@@ -38,9 +41,6 @@ from harness_ext.lab.algorithms import Sgd
 from harness_ext.lab.model import ModelConfig
 from harness_ext.lab.run import Plan, Run
 from harness_ext.lab.train import TrainConfig
-
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("cli_lab")
 
 def tiny(seed):
     def run(name, width, depth=1, architecture="gpt2"):

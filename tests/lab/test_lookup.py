@@ -227,6 +227,18 @@ def test_it_is_saved_again_and_loads_in_this_process_without_trust(tmp_path: Pat
     assert not again.lm_head.weight.requires_grad
 
 
+def test_a_folder_written_after_one_was_loaded_has_the_same_files(tmp_path: Path) -> None:
+    language = tiny_hmm()
+    for name in ("first", "second"):
+        save_lookup(tmp_path / name, language, language.tokenizer(max_length=32))
+        load(tmp_path / name, language)
+        refuse_other_code(tmp_path / name)
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("first", "second")
+    )
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
