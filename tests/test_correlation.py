@@ -132,6 +132,61 @@ def test_p_values_under_the_null_are_calibrated(kind: str) -> None:
     assert 20 <= rejections(found, 0.1) <= 95
 
 
+def test_units_are_permuted_whole_in_all_groups() -> None:
+    """Five runs: four in both groups, in another order in each, and one that has company in the first only."""
+    rng = generator(7)
+    runs = np.array(list("abcde" + "dbca"))
+    groups = np.repeat([0, 1], [5, 4])
+    x, y = rng.normal(size=9), rng.integers(0, 4, size=9).astype(float)
+    found = spearman(x, y, groups=groups, units=runs, rng=rng, **FEW)
+    ranks_of_x = np.concatenate([ranks(x[:5]) / 6, ranks(x[5:]) / 5])
+    place = {(run, group): number for number, (run, group) in enumerate(zip(runs, groups, strict=True))}
+    values = []
+    for order in itertools.permutations("abcd"):
+        permuted = ranks_of_x.copy()
+        for run, other in zip("abcd", order, strict=True):
+            for group in (0, 1):
+                permuted[place[run, group]] = ranks_of_x[place[other, group]]
+        values.append(abs(slow_rho(permuted, y, groups)))
+    assert len(values) == found.num_permutations == 24
+    assert found.value == pytest.approx(slow_rho(x, y, groups), abs=1e-12)
+    assert found.p_value == pytest.approx(np.mean(np.array(values) >= abs(found.value) - 1e-9), abs=1e-12)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_models_of_one_run_each_are_on_their_own(partial: bool) -> None:
+    x, y, z = generator(8).normal(size=(3, 12))
+    found = [
+        partial_spearman(x, y, z, units=units, rng=generator(9), **FEW)
+        if partial
+        else spearman(x, y, units=units, rng=generator(9), **FEW)
+        for units in (None, range(12))
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_p_values_of_checkpoints_of_the_same_runs_are_calibrated(partial: bool) -> None:
+    """Eleven runs in three groups, mostly alike in them. As if the 33 were independent, over a fifth would be below 0.1.
+
+    Bounds as for independent models: 7e-6 above and 1e-9 below.
+    """
+    rng = generator(6)
+    groups, runs = np.repeat([0, 1, 2], 11), np.tile(np.arange(11), 3)
+    whole, apart = [], []
+    for _ in range(600):
+        x, y = rng.normal(size=(2, 11))[:, runs] + 0.4 * rng.normal(size=(2, 33))
+        for units, found in ((runs, whole), (None, apart)):
+            options = {"units": units, "rng": rng, "num_resamples": 100, "num_permutations": 199}
+            found.append(
+                partial_spearman(x, y, groups + 0.1 * rng.normal(size=33), **options).p_value
+                if partial
+                else spearman(x, y, groups=groups, **options).p_value
+            )
+    assert 20 <= rejections(whole, 0.1) <= 95
+    assert rejections(apart, 0.1) > 120
+
+
 def test_the_p_value_within_groups_is_not_fooled_by_differences_between_them() -> None:
     rng = generator(6)
     groups = np.repeat([0, 1, 2], 4)

@@ -62,6 +62,7 @@ class Row:
 
     Attributes:
         model: Name in `groups.json`.
+        run: Its training run.
         group: Name of its group.
         algorithm: What it was trained with; an empty string if that is not known.
         task: Downstream task.
@@ -72,6 +73,7 @@ class Row:
     """
 
     model: str
+    run: str
     group: str
     algorithm: str
     task: str
@@ -151,6 +153,7 @@ def read_rows(
                 rows.append(
                     Row(
                         model=name,
+                        run=str(model.get("run") or name),
                         group=group["name"],
                         algorithm=str(model["details"].get("algorithm") or ""),
                         task=task,
@@ -238,6 +241,8 @@ def correlate(
 ) -> list[Tested]:
     """Spearman's ρ of each trace and each task, in each group and pooled over groups.
 
+    Checkpoints of one run are permuted and resampled together.
+
     Refused where accuracies do not differ by more than their errors at level `alpha`: their order is then mostly chance.
 
     Args:
@@ -261,13 +266,15 @@ def correlate(
             names = list(dict.fromkeys(row.group for row in measured))
             for group in (ALL_GROUPS, *names):
                 of_group = [row for row in measured if group in (ALL_GROUPS, row.group)]
-                used = [row for row in of_group if row.sizes[trace] == size]
+                used = [row for row in of_group if size is not None and row.sizes[trace] == size]
                 labels = [row.group for row in used]
                 spread = heterogeneity(
                     [row.accuracy.value for row in used], [row.accuracy.stderr for row in used], labels
                 )
                 correlation, reason = None, None
-                if spread.reason is not None:
+                if size is None:
+                    reason = f"the sizes of {len(of_group)} models are not known, so their traces do not compare"
+                elif spread.reason is not None:
                     reason = f"spread unknown: {spread.reason}"
                 elif not spread.exceeds_error(alpha):
                     reason = f"accuracies differ by no more than their errors (p = {spread.p_value:.2g})"
@@ -276,6 +283,7 @@ def correlate(
                         [row.traces[trace].value for row in used],
                         [row.accuracy.value for row in used],
                         groups=labels,
+                        units=[row.run for row in used],
                         rng=rng,
                         num_resamples=num_resamples,
                         num_permutations=num_permutations,
@@ -287,7 +295,9 @@ def correlate(
 
 
 def _size_of_most(rows: Sequence[Row], trace: str) -> int | None:
-    return statistics.mode(row.sizes[trace] for row in rows)
+    """The commonest size; None if none is known."""
+    known = [size for row in rows if (size := row.sizes[trace]) is not None]
+    return statistics.mode(known) if known else None
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -321,7 +331,8 @@ def summary_lines(tested: Sequence[Tested], *, alpha: float = 0.05) -> list[str]
         negative = sum(one.correlation.value < 0 for one in below if one.correlation is not None)
         lines.append(
             f"{len(below)} of {len(found)} have p < {alpha:g}, {negative} of them ρ < 0, as where flatness helps; by chance "
-            f"alone about {alpha * len(found):.1f} would. They share models, so that they are not independent."
+            f"alone about {alpha * len(found):.1f} would. Runs are permuted whole. The correlations share models, so that they "
+            "are not independent."
         )
     refused = [one for one in pooled if one not in found]
     for task in dict.fromkeys(one.task for one in refused):

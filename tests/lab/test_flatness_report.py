@@ -44,6 +44,7 @@ def rows(
                 result.append(
                     Row(
                         model=f"{ALGORITHMS[number]}-{group}{number}",
+                        run=f"{ALGORITHMS[number]}-{group}{number}",
                         group=group,
                         algorithm=ALGORITHMS[number],
                         task=task,
@@ -54,6 +55,25 @@ def rows(
                     )
                 )
     return result
+
+
+def test_checkpoints_of_a_run_are_permuted_together() -> None:
+    apart = [one for one in correlations_of(rows()) if one.group == ALL_GROUPS]
+    together = [replace(row, run=row.model[-1]) for row in rows()]
+    (found,) = [one for one in correlations_of(together) if one.group == ALL_GROUPS]
+    assert found.correlation.value == apart[0].correlation.value
+    assert found.correlation.num_permutations == math.factorial(5)
+    assert found.correlation.p_value > apart[0].correlation.p_value
+
+
+def test_traces_of_models_of_unknown_size_do_not_compare() -> None:
+    unknown = [replace(row, sizes={"fisher_trace": None}) for row in rows()]
+    for one in correlations_of(unknown):
+        assert one.correlation is None
+        assert "sizes of" in one.reason
+    some = [replace(row, sizes={"fisher_trace": None}) if row.group == "A" else row for row in rows()]
+    (pooled,) = [one for one in correlations_of(some) if one.group == ALL_GROUPS]
+    assert (pooled.num_models, pooled.num_left_out) == (10, 5)
 
 
 def correlations_of(found: list[Row], **options: Any) -> list[Any]:
