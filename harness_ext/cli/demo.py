@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _seed_of_demo(folder: Path) -> int | None:
     """Return the seed of the demo in `folder`, None if the folder is free, and raise if something else is there."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    from harness_ext.lab.checkpoints import is_free
+
+    if is_free(folder):
         return None
     try:
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))

@@ -27,6 +27,7 @@ __all__ = [
     "Checkpoint",
     "Estimate",
     "find_checkpoints",
+    "is_free",
     "load_state",
     "read_checkpoint",
     "remove_leftovers",
@@ -138,6 +139,13 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def is_free(folder: Path) -> bool:
+    """Whether nothing is at a path, or a folder with nothing but what a process that was killed left half-written."""
+    return not folder.exists() or (
+        folder.is_dir() and all(_LEFTOVER.fullmatch(path.name) is not None for path in folder.iterdir())
+    )
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness_ext.correlation import Correlation, Heterogeneity, heterogeneity, spearman
+from harness_ext.lab.figures import COLOURS, save_figure
 from harness_ext.lab.result_files import Measured, ResultFile
 
 if TYPE_CHECKING:
@@ -49,9 +50,6 @@ TRACES = ("fisher_trace", "hessian_trace")
 
 _SAME_LOSS = 1e-3
 """Nats per token by which the loss of a widened model may differ from its own: rounding, over the same blocks."""
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito (2008): told apart with any colour vision."""
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
@@ -398,16 +396,8 @@ def write(rows: Sequence[Row], tested: Sequence[Tested], folder: Path) -> list[P
     """
     paths = list(write_csv(rows, tested, folder))
 
-    from matplotlib import rc_context
-
     for trace in dict.fromkeys(one.trace for one in tested):
-        figure = draw(rows, tested, trace)
-        for ending, metadata in (("png", None), ("svg", {"Date": None})):
-            path = folder / f"flatness_{trace}.{ending}"
-            # Otherwise the SVG has a time and random ids, and the same results give another file.
-            with rc_context({"svg.hashsalt": "harness-ext"}):
-                figure.savefig(path, dpi=200, metadata=metadata)
-            paths.append(path)
+        paths += save_figure(draw(rows, tested, trace), folder / f"flatness_{trace}")
     return paths
 
 
@@ -441,7 +431,7 @@ def draw(rows: Sequence[Row], tested: Sequence[Tested], trace: str) -> Figure:
     tasks = list(dict.fromkeys(row.task for row in drawn))
     groups = list(dict.fromkeys(row.group for row in drawn))
     algorithms = list(dict.fromkeys(row.algorithm for row in drawn))
-    colour = {group: _COLOURS[place % len(_COLOURS)] for place, group in enumerate(groups)}
+    colour = {group: COLOURS[place % len(COLOURS)] for place, group in enumerate(groups)}
     marker = {name: _MARKERS[place % len(_MARKERS)] for place, name in enumerate(algorithms)}
     pooled = {one.task: one for one in tested if one.trace == trace and one.group == ALL_GROUPS}
 

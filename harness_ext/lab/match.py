@@ -1,8 +1,8 @@
 """Chooses loss-matched groups among checkpoints: models whose losses are equal within a tolerance and differ in how they
 were made.
 
-Two models agree if the gap of their losses and z standard errors of it are within the tolerance, as in
-`harness_ext.loss_groups`; here the models of a group also have to differ: a run gives it one checkpoint, or several whose
+The gap between the smallest and the largest loss of a group, and z standard errors of it, are within the tolerance, as in
+`harness_ext.loss_groups`. Here the models of a group also have to differ: a run gives it one checkpoint, or several whose
 steps differ by `step_factor`, which is the contrast of longer training at equal loss. A group is cut from the models between
 two losses; of a run's checkpoints there it takes as many as it may, those nearest to the middle.
 

@@ -33,6 +33,7 @@ from harness_ext import __version__
 from harness_ext.lab.algorithms import Adversarial, LabelledTokens, algorithm_from_dict
 from harness_ext.lab.checkpoints import (
     Estimate,
+    is_free,
     load_state,
     remove_leftovers,
     save,
@@ -180,7 +181,7 @@ def prepare(out: Path, plan: Plan) -> None:
                 f"{path}: the folder was made by another plan. Ask for that one, or name another folder with --out."
             )
     else:
-        if out.exists() and any(out.iterdir()):
+        if not is_free(out):
             raise FileExistsError(
                 f"{out}: expected a new folder or one of the lab, found something else. Name another."
             )
@@ -382,8 +383,9 @@ class _Training:
             "step": self._trainer.step,
             "tokens": self._trainer.step * self._trainer.tokens_per_step,
             "training_loss": round(loss, 6),
-            "excess": round(measured.excess.value, 6),
-            "excess_stderr": round(measured.excess.stderr, 6),
+            # In full: a run that goes on reads from it whether a level was reached.
+            "excess": measured.excess.value,
+            "excess_stderr": measured.excess.stderr,
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "log.jsonl").open("a", encoding="utf-8") as file:

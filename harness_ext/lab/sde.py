@@ -64,6 +64,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from harness_ext.lab.algorithms import AdamW, Algorithm, Sgd, Svag
 from harness_ext.lab.checkpoints import Estimate
 from harness_ext.lab.excess import ExactLoss
+from harness_ext.lab.figures import BLACK, COLOURS, save_figure
 from harness_ext.lab.languages.base import Example, Language, Task
 from harness_ext.lab.model import ModelConfig, build_model
 from harness_ext.lab.quad import IGNORED, last_states
@@ -346,15 +347,7 @@ class SdeReport:
         record.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         table.write_text(self.table(), encoding="utf-8")
 
-        from matplotlib import rc_context
-
-        figure = self.draw()
-        images = [(folder / "sde.png", None), (folder / "sde.svg", {"Date": None})]
-        for path, metadata in images:
-            # Otherwise the SVG has a time and random ids, and the same results give another file.
-            with rc_context({"svg.hashsalt": "harness-ext"}):
-                figure.savefig(path, dpi=200, metadata=metadata)
-        return [record, table, *(path for path, _ in images)]
+        return [record, table, *save_figure(self.draw(), folder / "sde")]
 
     def draw(self) -> Figure:
         """Draw the excess against continuous time: SGD and SVAG on the left, the linear scaling rule on the right.
@@ -837,8 +830,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Black for SGD itself.
+_COLOURS = (BLACK, *COLOURS[:-1])
 
 
 def _draw(report: SdeReport) -> Figure:

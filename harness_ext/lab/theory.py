@@ -54,6 +54,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from harness_ext.lab.checkpoints import Checkpoint, find_checkpoints, without_bars
+from harness_ext.lab.figures import COLOURS, save_figure
 from harness_ext.lab.languages import language_from_dict
 from harness_ext.lab.languages.base import ORGANISATION
 from harness_ext.lab.languages.tokens import word_tokens
@@ -219,11 +220,7 @@ class TheoryReport:
         table, left_out = folder / "theory.csv", folder / "theory_left_out.json"
         self.write_csv(table)
         left_out.write_text(json.dumps(dict(self.left_out), indent=2) + "\n", encoding="utf-8")
-        figure = self.draw()
-        images = [folder / "theory.png", folder / "theory.svg"]
-        for image in images:
-            figure.savefig(image, dpi=200)
-        return [table, left_out, *images]
+        return [table, left_out, *save_figure(self.draw(), folder / "theory")]
 
     def write_csv(self, path: Path) -> None:
         """Write the rows, one line each, with the attributes of `TheoryRow` for columns."""
@@ -682,10 +679,6 @@ def _stderr(values: np.ndarray) -> float:
 
 # ------------------------------------------------------------------------------------------------------------ figure
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
 _STAR_STYLE: dict[str, Any] = {"color": "black", "linewidth": 1.2, "linestyle": (0, (5, 2))}
 _BOUND_STYLE: dict[str, Any] = {"color": "0.45", "linewidth": 1.0}
 _CHANCE_STYLE: dict[str, Any] = {"color": "0.6", "linewidth": 0.9, "linestyle": ":"}
@@ -701,8 +694,8 @@ def _draw(rows: Sequence[TheoryRow]) -> Figure:
     for row in rows:
         panels.setdefault(row.task, {}).setdefault(row.bound_B, []).append(row)
     runs = sorted({row.run for row in rows})
-    if len(runs) <= len(_COLOURS):
-        colours: dict[str, Any] = dict(zip(runs, _COLOURS, strict=False))
+    if len(runs) <= len(COLOURS):
+        colours: dict[str, Any] = dict(zip(runs, COLOURS, strict=False))
     else:
         colours = {run: colormaps["turbo"](0.05 + 0.9 * i / (len(runs) - 1)) for i, run in enumerate(runs)}
     grid_rows = max(len(of_task) for of_task in panels.values())

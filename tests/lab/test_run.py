@@ -97,6 +97,12 @@ def test_a_prepared_folder_is_prepared_once(tmp_path: Path) -> None:
         prepare(tmp_path / "mine", tiny_plan())
 
 
+def test_killed_before_its_first_file_was_whole_a_folder_is_free(tmp_path: Path) -> None:
+    (tmp_path / ".plan.json.999999999.partial").write_text("{")
+    prepare(tmp_path, tiny_plan())
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_more_states_than_words_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="states must be 1 to 5"):
         prepare(tmp_path / "lab", tiny_plan(sizes={"states": 6, "words": 5}))

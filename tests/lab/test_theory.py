@@ -377,6 +377,8 @@ def test_tables_and_figures(lab: tuple[Path, list[Checkpoint], TheoryReport], tm
     assert json.loads(paths[1].read_text()) == report.left_out
     assert paths[2].read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in paths[3].read_text()
+    again = report.write(tmp_path / "again")
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths]
 
 
 def test_the_figure_has_a_panel_for_each_task_and_bound(lab: tuple[Path, list[Checkpoint], TheoryReport]) -> None:
