@@ -17,9 +17,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: $(VENV)/installed
 	$(VENV)/bin/harness-ext demo
 
-# One thread for each worker: two that use all cores each take longer than one after the other.
+# One thread for each worker: two that use all cores each take longer than one after the other. A file is run by one worker, so
+# that what its tests share is made once.
 test: $(VENV)/installed-dev
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

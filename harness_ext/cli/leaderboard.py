@@ -79,7 +79,8 @@ def add_parser(subparsers: Any) -> None:
         "add",
         help="check result files and copy them into the leaderboard's folder",
         description="Checks each file as CI does, and copies it with its samples and its model's lab.json. The name follows "
-        "from the content, so adding a file twice changes nothing.",
+        "from the content, so adding a file twice changes nothing. With --dry-run a file of samples or a lab.json stands for "
+        "the result files of its folder and below.",
     )
     adding.add_argument("files", nargs="+", type=Path, metavar="RESULT.json", help="as lm_eval --output_path writes it")
     adding.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help=f"default: {RESULTS}")
@@ -299,7 +300,10 @@ def add(args: argparse.Namespace) -> int:
     """
     from harness_ext.leaderboard import submission
 
-    checked = [submission.validate(path, look_in_model_folder=not args.dry_run) for path in args.files]
+    files = args.files
+    if args.dry_run:
+        files = dict.fromkeys(path for file in args.files for path in submission.results_of(file))
+    checked = [submission.validate(path, look_in_model_folder=not args.dry_run) for path in files]
     for found in checked:
         record = found.record
         tasks = ", ".join(task.column.task for task in record.tasks[:8]) + (", …" if len(record.tasks) > 8 else "")

@@ -151,7 +151,14 @@ def build_board(root: Path, cache: Cache) -> Board:
     groups = compare.groups_of_loss(rows.losses)
     main = compare.main_values(rows.columns, rows.scores)
     correlations = compare.correlations(
-        rows.columns, rows.scores, rows.losses, rows.flatness, groups, remembered=read.coefficients, main=main
+        rows.models,
+        rows.columns,
+        rows.scores,
+        rows.losses,
+        rows.flatness,
+        groups,
+        remembered=read.coefficients,
+        main=main,
     )
     read.save()
     return Board(
@@ -243,7 +250,7 @@ class _Reading:
         try:
             lab = None if file.lab is None else lab_of(file.lab)
             record = read_results(file.path, lab=lab)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             reason = untrusted.name(str(err), 600)
             self._keep(name, file.stamp, reason)
             return reason

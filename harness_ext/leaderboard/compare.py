@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from harness_ext.leaderboard.contracts import (
     Loss,
     LossGroup,
     Metric,
+    Model,
     Score,
     Vector,
 )
@@ -45,8 +47,10 @@ __all__ = [
     "correlations",
     "disagreements",
     "groups_of_loss",
+    "is_averaged",
     "main_text",
     "main_values",
+    "mean_normalised",
     "parts_of",
 ]
 
@@ -150,14 +154,20 @@ def disagreements(vectors: Sequence[Vector], sets: Sequence[Sequence[str]], most
 
 
 def groups_of_loss(losses: Iterable[Loss], tolerances: Mapping[str, float] = TOLERANCES) -> tuple[LossGroup, ...]:
-    """Models of one loss on each text, of full runs; see `harness_ext.loss_groups`."""
+    """Models of one loss on each text, of full runs; see `harness_ext.loss_groups`.
+
+    A model whose loss has no standard error is in no group: whether its loss is equal to another cannot be known.
+    """
     groups = []
-    for text, of_text in sorted(_by_text(losses).items()):
+    for text, all_of_text in sorted(_by_text(losses).items()):
+        of_text = [loss for loss in all_of_text if loss.axis[1].stderr is not None]
+        if not of_text:
+            continue
         measure = of_text[0].axis[0]
         values = [loss.axis[1] for loss in of_text]
         found = loss_groups.loss_groups(
             [metric.value for metric in values if metric.value is not None],
-            [metric.stderr or 0.0 for metric in values],
+            [metric.stderr for metric in values if metric.stderr is not None],
             tolerance=tolerances[measure],
         )
         for group in found.groups:
@@ -191,6 +201,7 @@ def _by_text(losses: Iterable[Loss]) -> dict[str, list[Loss]]:
 
 
 def correlations(
+    models: Iterable[Model],
     columns: Iterable[Column],
     scores: Iterable[Score],
     losses: Iterable[Loss],
@@ -202,8 +213,12 @@ def correlations(
 ) -> tuple[Correlation, ...]:
     """Correlate loss and flatness with each downstream column, over the models that have all three, of full runs.
 
+    A trace is a sum over parameters, so flatness is correlated over models of one size only, the commonest. Within loss groups
+    it is not correlated with scores that differ by no more than their errors.
+
     Args:
-        columns: Of the board.
+        models: Of the board.
+        columns: Likewise.
         scores: Likewise.
         losses: Likewise.
         flatness: Likewise.
@@ -224,24 +239,25 @@ def correlations(
     group_of: dict[tuple[str, str], int] = {}
     for number, group in enumerate(groups):
         group_of.update(dict.fromkeys(((group.text, model) for model in group.models), number))
+    model_of = {model.id: model for model in models}
     result = []
     for text, of_text in sorted(_by_text(losses).items()):
         loss = {of_model.model: of_model.axis[1].value for of_model in of_text}
         for (column, measure), traces in sorted(measured.items()):
             for task in downstream:
                 accuracy = main[task.id]
-                models = sorted(loss.keys() & traces.keys() & accuracy.keys())
-                if len(models) >= FEWEST_MODELS:
+                shared = sorted(loss.keys() & traces.keys() & accuracy.keys())
+                if len(shared) >= FEWEST_MODELS:
                     result.append(
                         _correlation(
                             remembered,
                             (text, column, measure, task.id),
-                            models,
-                            np.array([loss[model] for model in models], dtype=np.float64),
-                            np.array([traces[model] for model in models]),
-                            np.array([_value(accuracy[model]) for model in models]),
+                            [model_of[model] for model in shared],
+                            np.array([loss[model] for model in shared], dtype=np.float64),
+                            np.array([traces[model] for model in shared]),
+                            [accuracy[model] for model in shared],
                             # A model in no group is alone.
-                            [group_of.get((text, model), -1 - place) for place, model in enumerate(models)],
+                            [group_of.get((text, model), -1 - place) for place, model in enumerate(shared)],
                         )
                     )
     return tuple(result)
@@ -261,29 +277,67 @@ def main_values(columns: Iterable[Column], scores: Iterable[Score]) -> dict[str,
 def _correlation(
     remembered: Callable[[str, Callable[[], Sequence[Coefficient]]], Sequence[Coefficient]],
     key: tuple[str, str, str, str],
-    models: Sequence[str],
+    models: Sequence[Model],
     loss: np.ndarray,
     traces: np.ndarray,
-    accuracy: np.ndarray,
+    scores: Sequence[Metric],
     groups: Sequence[int],
 ) -> Correlation:
+    sizes = [model.num_parameters for model in models]
+    size = _commonest(sizes)
+    same = [place for place, of_model in enumerate(sizes) if size is not None and of_model == size]
+    ids = [model.id for model in models]
+    accuracy = np.array([_value(metric) for metric in scores])
+    errors = np.array([np.nan if metric.stderr is None else metric.stderr for metric in scores])
     # Seeded by what is correlated, so that a board's other contents do not change these numbers.
-    made = json.dumps([key, models, loss.tolist(), traces.tolist(), accuracy.tolist(), groups])
+    # Checkpoints of one training run are alike: runs are permuted and resampled whole.
+    units = [model.id if model.lab is None else f"run {model.lab.run}" for model in models]
+    made = json.dumps(
+        [key, ids, units, sizes, loss.tolist(), traces.tolist(), accuracy.tolist(), [m.stderr for m in scores], groups]
+    )
     seed = int.from_bytes(hashlib.sha256(made.encode()).digest()[:8], "big")
 
     def make() -> list[Coefficient]:
         resamples = max(100, min(_RESAMPLES, _MOST_RANKS // len(models)))
         draws: dict[str, Any] = {"num_resamples": resamples, "num_permutations": resamples}
         rng = np.random.default_rng(seed)
-        found = [
-            correlation.spearman(loss, accuracy, rng=rng, **draws),
-            correlation.spearman(traces, accuracy, rng=rng, **draws),
-            correlation.partial_spearman(traces, accuracy, loss, rng=rng, **draws),
-            correlation.spearman(traces, accuracy, groups=groups, rng=rng, **draws),
+        of_loss = _coefficient(correlation.spearman(loss, accuracy, units=units, rng=rng, **draws))
+        reason = None
+        if size is None:
+            reason = "no model says how many parameters it has, and traces compare among models of one size only"
+        elif len(same) < FEWEST_MODELS:
+            reason = f"too few models of one size ({len(same)}); traces compare among models of one size only"
+        if reason is not None:
+            return [of_loss, *[Coefficient(None, reason=reason)] * 3]
+        x, y = traces[same], accuracy[same]
+        groups_of_same = [groups[place] for place in same]
+        of_run = {"units": [units[place] for place in same], "rng": rng, **draws}
+        reason = _no_spread(y, errors[same], groups_of_same)
+        within = correlation.spearman(x, y, groups=groups_of_same, **of_run) if reason is None else None
+        return [
+            of_loss,
+            _coefficient(correlation.spearman(x, y, **of_run)),
+            _coefficient(correlation.partial_spearman(x, y, loss[same], **of_run)),
+            Coefficient(None, reason=reason) if within is None else _coefficient(within),
         ]
-        return [_coefficient(of) for of in found]
 
-    return Correlation(*key, tuple(models), *remembered(made, make))
+    return Correlation(*key, tuple(ids), tuple(ids[place] for place in same), size, *remembered(made, make))
+
+
+def _commonest(sizes: Iterable[int | None]) -> int | None:
+    """The size that most models have, the smaller of two; None if no size is known."""
+    counts = Counter(size for size in sizes if size is not None)
+    return min(counts, key=lambda size: (-counts[size], size), default=None)
+
+
+def _no_spread(values: np.ndarray, errors: np.ndarray, groups: Sequence[int]) -> str | None:
+    """Why ranks within groups would be those of errors; None if they are not."""
+    spread = correlation.heterogeneity(values, errors, groups)
+    if spread.reason is not None:
+        return f"spread unknown: {spread.reason}"
+    if not spread.exceeds_error():
+        return f"scores within loss groups differ by no more than their errors (p = {spread.p_value:.2g})"
+    return None
 
 
 def _coefficient(found: correlation.Correlation) -> Coefficient:
@@ -341,8 +395,7 @@ def aggregates(
     part = parts_of(scores)
     by_kind: dict[tuple[str, int], list[Column]] = {}
     for column in columns:
-        # A group is the mean of its tasks, which count themselves.
-        if column.kind in DOWNSTREAM and column.bounded and "group" not in column.settings and main.get(column.id):
+        if is_averaged(column) and main.get(column.id):
             kind = f"{column.kind}, chat" if column.chat else column.kind
             by_kind.setdefault((kind, part[column.id]), []).append(column)
     result = []
@@ -365,11 +418,16 @@ def aggregates(
             if model in ranked:
                 of_model = [main[column.id][model] for column in of_kind]
                 mean = sum(map(_value, of_model)) / len(of_model)
-                numbers = [mean, *_mean_normalised(of_kind, of_model), *ranked[model]]
+                numbers = [mean, *mean_normalised(of_kind, of_model), *ranked[model]]
             else:
                 numbers = [None] * 5
             result.append(Aggregate(model, kind, present[model], len(of_kind), *numbers))
     return tuple(result)
+
+
+def is_averaged(column: Column) -> bool:
+    """Whether means count a column. A group is the mean of its tasks, which count themselves."""
+    return column.kind in DOWNSTREAM and column.bounded and "group" not in column.settings
 
 
 def _value(metric: Metric) -> float:
@@ -377,9 +435,21 @@ def _value(metric: Metric) -> float:
     return metric.value
 
 
-def _mean_normalised(columns: Sequence[Column], metrics: Sequence[Metric]) -> tuple[float | None, float | None]:
-    """The mean and its standard error."""
-    total, variance = 0.0, 0.0
+def mean_normalised(columns: Sequence[Column], metrics: Sequence[Metric]) -> tuple[float | None, float | None]:
+    """The mean of a model's normalised scores, and its standard error.
+
+    Columns of one dataset share its documents, so their errors are added up, which is the most that they can come to; those of
+    different datasets are independent.
+
+    Args:
+        columns: At least one.
+        metrics: Of a model, with values, in the order of the columns.
+
+    Returns:
+        Both None where a column's chance is unknown or less is better; the error None where one is unknown.
+    """
+    total = 0.0
+    of_dataset: dict[str, float] = {}
     is_known = True
     for column, metric in zip(columns, metrics, strict=True):
         if column.chance is None or not column.higher_is_better[column.metric]:
@@ -388,5 +458,6 @@ def _mean_normalised(columns: Sequence[Column], metrics: Sequence[Metric]) -> tu
         if metric.stderr is None:
             is_known = False
         else:
-            variance += (metric.stderr / (1 - column.chance)) ** 2
-    return total / len(columns), math.sqrt(variance) / len(columns) if is_known else None
+            dataset = column.dataset or column.task
+            of_dataset[dataset] = of_dataset.get(dataset, 0.0) + metric.stderr / (1 - column.chance)
+    return total / len(columns), math.hypot(*of_dataset.values()) / len(columns) if is_known else None

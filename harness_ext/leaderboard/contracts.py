@@ -177,6 +177,7 @@ class Column:
         metrics: All that any model has, `metric` first.
         higher_is_better: By metric.
         bounded: Whether `metric` lies between 0 and 1, so that intervals are cut there.
+        is_share: Whether `metric` is a share of documents, so that Wilson's interval stands in for a standard error.
         chance: Majority rate of the evaluated documents, or 1 over the number of choices; None if unknown. The normalised score
             is (value - chance) / (1 - chance).
         num_documents: Of a run that is not limited; None if unknown.
@@ -198,6 +199,7 @@ class Column:
     metrics: tuple[str, ...]
     higher_is_better: Mapping[str, bool]
     bounded: bool
+    is_share: bool
     chance: float | None
     num_documents: int | None
     settings: Mapping[str, str]
@@ -256,8 +258,8 @@ class Score:
     Attributes:
         model, column: Their ids.
         metrics: Of the run that counts, the latest one. A metric of `Column.metrics` may be missing.
-        interval: 95 % interval of `Column.metric`: value -+ 1.96 stderr, cut to [0, 1] for a bounded metric; Wilson's where the
-            stderr is missing or zero and the number of documents known; None where neither can be had.
+        interval: 95 % interval of `Column.metric`: value -+ 1.96 stderr, cut to [0, 1] for a bounded metric; Wilson's of a
+            share whose stderr is missing or zero and number of documents known; None where neither can be had.
         num_documents: Evaluated; None if unknown.
         limit: Why it is less than all: "--limit 100", "--samples", "100 of 1821"; None for a full run.
         runs: Latest first.
@@ -476,6 +478,8 @@ class Correlation:
         flatness_column, flatness_measure: What flatness is.
         downstream: Id of the column.
         models: Ids of the models that have all three.
+        comparable: Ids of those of them that have `num_parameters`, over which flatness is correlated.
+        num_parameters: The size that most of the models have; None if none is known.
         loss_downstream, flatness_downstream: Spearman's coefficients.
         flatness_given_loss: Partial one of flatness with downstream given loss.
         flatness_within_groups: Of flatness with downstream, ranked within the groups of `Board.groups`.
@@ -486,6 +490,8 @@ class Correlation:
     flatness_measure: str
     downstream: str
     models: tuple[str, ...]
+    comparable: tuple[str, ...]
+    num_parameters: int | None
     loss_downstream: Coefficient
     flatness_downstream: Coefficient
     flatness_given_loss: Coefficient
@@ -505,7 +511,8 @@ class Aggregate:
         present, total: Columns that the model has, and that there are.
         mean: Of the main metrics.
         normalised: Mean of (value - chance) / (1 - chance); None where a column's chance is unknown.
-        stderr: Of `normalised`, with columns taken as independent; None where a column's is unknown.
+        stderr: Of `normalised`: errors of columns of one dataset, which share documents, are added up, an upper bound; datasets
+            are taken as independent. None where a column's is unknown.
         win_rate: Mean over columns of the share of other complete models that this one beats, a tie counting half.
         borda: Sum over columns of the number of complete models that it beats, a tie counting half.
     """

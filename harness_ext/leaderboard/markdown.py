@@ -102,7 +102,21 @@ def _image(plot: str) -> str:
 
 
 def _notes(board: Board) -> list[str]:
-    notes = ["± is one standard error. Means are of scores between chance (0) and perfect (100), with 95 % intervals."]
+    notes = [
+        "± is one standard error. Means are of scores between chance (0) and perfect (100), with 95 % intervals; errors of "
+        "tasks on one dataset, which share documents, are added up (an upper bound), those of different datasets taken as "
+        "independent."
+    ]
+    without = {
+        loss.model
+        for loss in board.losses
+        if loss.limit is None and loss.axis[1].value is not None and loss.axis[1].stderr is None
+    }
+    if without:
+        notes.append(
+            f"{_count(len(without), 'model')} {'has' if len(without) == 1 else 'have'} a loss without standard error, which "
+            "puts a model in no loss group."
+        )
     if any(of.mean is not None and of.normalised is None for of in board.aggregates):
         notes.append("Raw means are of scores as they are, where the chance of a task is unknown.")
     if board.limited:
@@ -211,16 +225,28 @@ class _PartTables:
         if not found:
             return ""
         labels = {column.id: column.label for column in self.columns}
+        size = found[0].num_parameters
         heading = (
             "**Does flatness predict scores where loss does not?** Spearman's rank correlations over models, with 95 % "
-            "bootstrap intervals and permutation p-values; less loss or curvature with higher scores is negative."
+            "bootstrap intervals and permutation p-values; less loss or curvature with higher scores is negative. Traces "
+            f"compare among models of one size only, so flatness is correlated over those of "
+            f"{'one size' if size is None else f'{_size(size)} parameters'}."
         )
-        header = ["task", "models", "loss", "flatness", "flatness given loss", "flatness within loss groups"]
+        header = [
+            "task",
+            "models",
+            "loss",
+            "of one size",
+            "flatness",
+            "flatness given loss",
+            "flatness within loss groups",
+        ]
         rows = [
             [
                 cell_text(labels[entry.downstream], 80),
                 str(len(entry.models)),
                 _coefficient(entry.loss_downstream),
+                str(len(entry.comparable)),
                 _coefficient(entry.flatness_downstream),
                 _coefficient(entry.flatness_given_loss),
                 _coefficient(entry.flatness_within_groups),
@@ -236,21 +262,26 @@ class _PartTables:
         if not within:
             return ""
         values = sorted(of.value for of in within if of.value is not None)
-        few = sum(of.p_value is not None and of.p_value < 0.05 for of in within)
+        tested = [of.p_value for of in within if of.p_value is not None]
+        few = sum(p_value < 0.05 for p_value in tested)
+        sizes = sorted({_size(entry.num_parameters) for entry in found if entry.flatness_within_groups in within})
+        without = len(found) - len(within)
         label = next(
             column.label for column in self.columns if self.part.flatness and column.id == self.part.flatness[0]
         )
         measure = self.part.flatness[1].replace("_", " ") if self.part.flatness else ""
         return (
-            f"Within loss groups, the rank correlation of flatness ({measure} of {cell_text(label)}; less is flatter) with the "
-            f"score is from {_signed(values[0])} to {_signed(values[-1])} on {_count(len(values), 'task')}, median "
-            f"{_signed(statistics.median(values))}; p < 0.05 on {few} of them, where chance gives 1 in 20."
+            f"Among models of one size ({' or '.join(sizes)} parameters) and within loss groups, the rank correlation of "
+            f"flatness ({measure} of {cell_text(label)}; less is flatter) with the score is from {_signed(values[0])} to "
+            f"{_signed(values[-1])} on {_count(len(values), 'task')}, median {_signed(statistics.median(values))}; p < 0.05 on "
+            f"{few} of {len(tested)}, where chance alone gives about {0.05 * len(tested):.2g}."
+            + (f" {_count(without, 'more task')} cannot be used; the tables say why." if without else "")
         )
 
 
 def _coefficient(found: Coefficient) -> str:
     if found.value is None:
-        return ""
+        return cell_text(found.reason or "", 120)
     ends = "" if found.low is None or found.high is None else f" [{_signed(found.low)}, {_signed(found.high)}]"
     return _signed(found.value) + ends + ("" if found.p_value is None else f", p {found.p_value:.2g}")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from harness_ext.leaderboard import compare
-from harness_ext.leaderboard.contracts import Aggregate, Board, Metric, Model
+from harness_ext.leaderboard.contracts import Board, Column, Metric, Model
 
 __all__ = ["BoardPart", "board_parts"]
 
@@ -43,6 +43,7 @@ def board_parts(board: Board) -> list[BoardPart]:
         if model.id in part_of:
             by_part.setdefault(part_of[model.id], []).append(model)
     columns = {column.id: column for column in board.columns}
+    main = compare.main_values(board.columns, board.scores)
     result = []
     for number, models in by_part.items():
         ids = {model.id for model in models}
@@ -59,7 +60,12 @@ def board_parts(board: Board) -> list[BoardPart]:
                 and of_model.measures.get(measure, _BLANK).value is not None
             ):
                 counts[of_model.column, measure] = counts.get((of_model.column, measure), 0) + 1
-        means = _means([aggregate for aggregate in board.aggregates if aggregate.model in ids])
+        averaged = {
+            column.id: column
+            for column in board.columns
+            if part_of.get(column.id) == number and compare.is_averaged(column) and column.id in main
+        }
+        means = _means(averaged, main, models)
         # The order of the board settles ties.
         models.sort(
             key=lambda model: (
@@ -84,20 +90,15 @@ def _known(value: float | None) -> float:
     return -math.inf if value is None else value
 
 
-def _means(aggregates: Sequence[Aggregate]) -> dict[str, Metric]:
-    """Means over the tasks of all kinds, of models that have them all."""
-    kinds = {aggregate.kind for aggregate in aggregates}
-    of_model: dict[str, list[Aggregate]] = {}
-    for aggregate in aggregates:
-        if aggregate.normalised is not None:
-            of_model.setdefault(aggregate.model, []).append(aggregate)
+def _means(
+    columns: Mapping[str, Column], main: Mapping[str, Mapping[str, Metric]], models: Iterable[Model]
+) -> dict[str, Metric]:
+    """Means over the tasks of all kinds, of models that have them all; none where a task cannot be normalised."""
     means = {}
-    for model, found in of_model.items():
-        if len(found) == len(kinds):
-            total = sum(of_kind.total for of_kind in found)
-            value = sum(of_kind.total * (of_kind.normalised or 0.0) for of_kind in found) / total
-            errors = [of_kind.stderr for of_kind in found]
-            known = [error * of_kind.total for error, of_kind in zip(errors, found, strict=True) if error is not None]
-            stderr = math.hypot(*known) / total if len(known) == len(found) else None
-            means[model] = Metric(value, stderr)
+    for model in models:
+        found = [main[column][model.id] for column in columns if model.id in main[column]]
+        if found and len(found) == len(columns):
+            value, stderr = compare.mean_normalised(list(columns.values()), found)
+            if value is not None:
+                means[model.id] = Metric(value, stderr)
     return means

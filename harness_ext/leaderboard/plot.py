@@ -105,7 +105,7 @@ def _svg(board: Board, part: BoardPart, panels: dict[str, list[Aggregate]]) -> b
             bar.set_ticks(_ticks(min(known), max(known)))
             bar.ax.yaxis.set_major_formatter("{x:g}")
             bar.ax.minorticks_off()
-            bar.set_label(f"{part.flatness[1].replace('_', ' ')} (less is flatter)")
+            bar.set_label(f"{part.flatness[1].replace('_', ' ')} (less is flatter;\ncompares among models of one size)")
         stream = io.BytesIO()
         figure.savefig(stream, format="svg", metadata={"Date": None, "Description": f"data {made}"})
     return stream.getvalue()

@@ -21,7 +21,15 @@ from harness_ext.leaderboard import untrusted
 from harness_ext.leaderboard.records import ColumnRecord, FileRecord, ModelRecord, Samples, TaskRecord
 from harness_ext.parameter_names import place_of
 
-__all__ = ["LAB_SCHEMA", "MAX_RESULT_BYTES", "lab_of", "read_results", "result_record"]
+__all__ = [
+    "LAB_SCHEMA",
+    "MAX_RESULT_BYTES",
+    "credentials",
+    "lab_of",
+    "model_arguments",
+    "read_results",
+    "result_record",
+]
 
 MAX_RESULT_BYTES = 64_000_000
 MAX_TASKS = 5_000
@@ -37,8 +45,24 @@ _KNOWN_LM_EVAL = ("0.3", "0.4")
 
 _LOWER_IS_BETTER = {"loss", "ppl", "bits_per_byte", "brier", "brier_score", "ece", "ter", "wer", "cer", "lambda_max"}
 
-_SECRET = re.compile(r"api_?key|password|secret|auth|(^|_)token$", re.IGNORECASE)
+_SECRET = re.compile(r"api[_-]?key|passw|secret|auth|header|credential|bearer|cookie|(^|[_-])tokens?$", re.IGNORECASE)
 """Names of model arguments whose values are not shown."""
+
+_SPECIAL_TOKEN = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|prefix|begin|start|end)_tokens?$", re.IGNORECASE)
+"""Names that look like the former and are a tokenizer's."""
+
+_SECRET_VALUE = re.compile(
+    r"\bbearer\s+\S|\bauthorization\b|[?&](api[_-]?key|key|sig|signature|password|(\w+_)?token)="
+    r"|\b(sk-[\w-]{20,}|hf_[a-z0-9]{30,}|gh[pousr]_[a-z0-9]{30,}|github_pat_\w{30,})",
+    re.IGNORECASE,
+)
+"""Values that hold a credential whatever their name."""
+
+_USER_INFO = re.compile(r"(?<=://)[^\s/?#]*@")
+"""Name and password in an address."""
+
+_NO_CREDENTIALS = ("", "true", "false", "none", "null", "empty")
+"""Values of an argument with a secret's name that give none away."""
 
 _NO_METRICS = {"alias", "name", "sample_len", "samples", "sample_count", "tab", " "}
 
@@ -107,7 +131,7 @@ def result_record(
     """
     _check_schema(results)
     config = untrusted.mapping(results.get("config"))
-    arguments = _model_arguments(config.get("model_args"))
+    arguments = model_arguments(config.get("model_args"))
     versions = _versions(results)
     problems: list[str] = []
     tasks = []
@@ -123,7 +147,7 @@ def result_record(
             continue  # a heading of a group, or --predict_only
         try:
             found = _samples(results, beside, task, str(name))
-        except (ValueError, OSError) as err:
+        except (ValueError, OSError, RecursionError) as err:
             problems.append(f"samples of {task.column.task} are left out: {err}")
             found = None
         tasks.append(task if found is None else TaskRecord(**{**vars(task), "samples": found}))
@@ -181,24 +205,76 @@ def _versions(results: Mapping[str, Any]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- model
 
 
-def _model_arguments(value: Any) -> dict[str, str]:
-    """Model arguments by name, of a mapping or of "name=value,name=value"."""
-    if isinstance(value, str):
-        pairs: list[tuple[str, Any]] = []
-        for part in value.split(","):
-            key, equals, given = part.partition("=")
-            if not equals and pairs:  # a comma within a value
-                pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]},{part}")
-            elif key.strip():
-                pairs.append((key.strip(), given))
-    else:
-        pairs = [(str(key), given) for key, given in untrusted.mapping(value).items()]
+def model_arguments(value: Any) -> dict[str, str]:
+    """Model arguments by name, of a mapping or of "name=value,name=value", without those that hold a credential.
+
+    An address loses the name and password in it.
+    """
     # A value keeps its slashes and quotes; only what would break a line goes.
     return {
-        untrusted.name(key, 100): untrusted.name(given)
-        for key, given in pairs[:100]
-        if given is not None and not _SECRET.search(key)
+        untrusted.name(key, 100): untrusted.name(_without_user_info(given))
+        for key, given in _argument_pairs(value)[:100]
+        if given is not None and not _is_secret(key, given)
     }
+
+
+def credentials(results: Any) -> list[str]:
+    """Where a result file holds a credential, as `config.model_args.api_key`; names, never values."""
+    found = untrusted.mapping(results)
+    config = untrusted.mapping(found.get("config"))
+    places = [("config.model_args", config.get("model_args"))]
+    # lm_eval copies the arguments of a model into the metadata of each task.
+    for task, of_task in untrusted.mapping(found.get("configs")).items():
+        metadata = untrusted.mapping(untrusted.mapping(of_task).get("metadata"))
+        places.append((f"configs.{task}.metadata", {key: metadata[key] for key in metadata if key != "report"}))
+    places.append(("", {key: found.get(key) for key in ("model_name", "model_source")}))
+    return [
+        untrusted.name(f"{place}.{key}" if place else key, 200)
+        for place, value in places
+        for key, given in _argument_pairs(value)
+        if _is_credential(key, given)
+    ]
+
+
+def _argument_pairs(value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, str):
+        return [(str(key), given) for key, given in untrusted.mapping(value).items()]
+    pairs: list[tuple[str, Any]] = []
+    for part in value.split(","):
+        key, equals, given = part.partition("=")
+        if pairs and not (equals and re.fullmatch(r"\s*[\w.-]+\s*", key)):  # a comma within a value
+            pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]},{part}")
+        elif key.strip():
+            pairs.append((key.strip(), given))
+    return pairs
+
+
+def _is_secret_name(key: str) -> bool:
+    return _SECRET.search(key) is not None and not _SPECIAL_TOKEN.search(key)
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    """Whether an argument is not to be shown."""
+    if _is_secret_name(key):
+        return True
+    if isinstance(value, dict):
+        return any(_is_secret(str(inner), given) for inner, given in value.items())
+    if isinstance(value, list):
+        return any(_is_secret("", given) for given in value)
+    return isinstance(value, str) and _SECRET_VALUE.search(value) is not None
+
+
+def _is_credential(key: str, value: Any) -> bool:
+    """Whether an argument gives a credential away: a secret, or an address with a password, and no mere switch."""
+    if value is None or isinstance(value, bool | int | float):
+        return False
+    if isinstance(value, str) and value.strip().lower() in _NO_CREDENTIALS:
+        return False
+    return _is_secret(key, value) or _USER_INFO.search(untrusted.text(value, MAX_RESULT_BYTES)) is not None
+
+
+def _without_user_info(value: Any) -> str:
+    return _USER_INFO.sub("", untrusted.text(value, MAX_RESULT_BYTES))
 
 
 def _model(
@@ -208,7 +284,7 @@ def _model(
     given = arguments.get("pretrained") or arguments.get("model")
     # Without such an argument lm_eval makes up a name, another one for each run.
     is_named = given or (results.get("model_name") and backend not in ("dummy", ""))
-    name = (given or untrusted.name(results.get("model_name"))) if is_named else backend
+    name = (given or untrusted.name(_without_user_info(results.get("model_name")))) if is_named else backend
     if lab is not None:
         name = f"{lab['run']}-{lab['step']:08d}" if lab["step"] is not None else lab["run"]
     dtype = config.get("model_dtype") or arguments.get("dtype")
@@ -443,10 +519,11 @@ class _Task:
         found: dict[str, Any] = {"split": self.config.get("test_split") or self.config.get("validation_split")}
         if self.kind == "other":
             found |= {name: self.config.get(name) for name in _SETTINGS_OF_OTHERS}
+            given = {key for key, _ in _argument_pairs(self.run.get("model_args"))}
             found |= {
                 f"metadata.{key}": value
                 for key, value in self.metadata.items()
-                if key not in _OTHERS_OPTIONS and key not in self.arguments
+                if key not in _OTHERS_OPTIONS and key not in given and not _is_credential(key, value)
             }
             members = untrusted.mapping(self.results.get("group_subtasks")).get(self.name)
             if members:

@@ -48,8 +48,21 @@ SAME_VALUE = 1e-9
 _BACKENDS = {"huggingface": "hf", "hf-auto": "hf", "hf-causal": "hf", "hf-causal-experimental": "hf"}
 """Names of one backend in several versions of lm_eval."""
 
-_SHARES = ("acc", "exact_match", "em", "f1", "macro_f1", "balanced_acc", "pass@", "brier", "ece", "mc1", "mc2")
-"""Beginnings of the names of metrics that lie between 0 and 1."""
+_SHARES = {
+    "acc",
+    "acc_norm",
+    "acc_bytes",
+    "acc_mutual_info",
+    "acc_context",
+    "acc_pmi",
+    "acc_batch",
+    "exact_match",
+    "em",
+}
+"""Names of metrics that are shares of documents; pass@k is one too."""
+
+_BOUNDED = {"f1", "macro_f1", "balanced_acc", "ece", "mc1", "mc2"}
+"""Names of other metrics between 0 and 1. The Brier score of several classes goes up to 2."""
 
 _NOT_FLATNESS = ("loss", "bits_per_byte")
 
@@ -352,7 +365,7 @@ def _stamps(
     for column in columns:
         of_column = cells[column.id]
         # What a score takes from its column.
-        facts = f"{column.id} {column.metric} {column.bounded} {column.num_documents} {column.kind}"
+        facts = f"{column.id} {column.metric} {column.bounded} {column.is_share} {column.num_documents} {column.kind}"
         for (model, _), stamp in zip(of_column, made[column.id].cell_stamps, strict=True):
             pages[model].append(f"{facts} {stamp}")
         stamps[f"columns/{column.id}"] = stamp = _hash([made[column.id].stamp, plain(column)])
@@ -497,6 +510,7 @@ def _column(identifier: str, record: ColumnRecord, runs: Sequence[tuple[TaskReco
     lower = {name for task, _ in runs for name in task.lower_is_better}
     chances = Counter(task.chance for task in full or [task for task, _ in runs] if task.chance is not None)
     counts = [task.full_documents or (task.num_documents if task.limit is None else None) for task, _ in runs]
+    shown_values = [run.metrics[metric] for _, run in runs if metric in run.metrics]
     return Column(
         id=identifier,
         task=record.task,
@@ -519,12 +533,20 @@ def _column(identifier: str, record: ColumnRecord, runs: Sequence[tuple[TaskReco
         metric=metric,
         metrics=(metric, *sorted(names - {metric})),
         higher_is_better={name: name not in lower for name in sorted(names)},
-        bounded=metric.partition(",")[0].startswith(_SHARES),
+        bounded=(_is_share(metric) or metric.partition(",")[0] in _BOUNDED)
+        # Some tasks give per cent under these names.
+        and all(0 <= shown.value <= 1 for shown in shown_values if shown.value is not None),
+        is_share=_is_share(metric),
         chance=min(chances, key=lambda value: (-chances[value], value)) if chances else None,
         num_documents=_commonest(count for count in counts if count),
         settings=record.settings,
         lm_eval_versions=tuple(sorted({run.versions["lm_eval"] for _, run in runs if "lm_eval" in run.versions})),
     )
+
+
+def _is_share(metric: str) -> bool:
+    base = metric.partition(",")[0]
+    return base in _SHARES or re.fullmatch(r"pass@\d+", base) is not None
 
 
 def _commonest(values: Iterable[int]) -> int | None:
@@ -597,7 +619,7 @@ def _score(column: Column, model: str, runs: Sequence[tuple[TaskRecord, Run]]) -
         metrics=metrics,
         interval=None
         if shown.value is None
-        else interval(shown.value, shown.stderr, task.num_documents, bounded=column.bounded),
+        else interval(shown.value, shown.stderr, task.num_documents, bounded=column.bounded, is_share=column.is_share),
         num_documents=task.num_documents,
         limit=task.limit,
         runs=tuple(run for _, run in runs),

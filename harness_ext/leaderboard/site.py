@@ -186,7 +186,7 @@ def _packed_index(index: Mapping[str, Any], downloads: Mapping[str, str]) -> dic
     """The index, with the same content to the digits that a table or a plot can show; `app/data.js` unpacks it.
 
     Left out is what the first page does without: aggregates (it makes its own, over the tasks that are shown), commits and
-    training of models (in their files), and the list of models of each correlation, of which the number stays.
+    training of models (in their files), and the lists of models of each correlation, of which the numbers stay.
     """
     columns = index["columns"]
     return {
@@ -196,7 +196,9 @@ def _packed_index(index: Mapping[str, Any], downloads: Mapping[str, str]) -> dic
         "limited": [_packed_scores(of, column) for of, column in zip(index["limited"], columns, strict=True)],
         "losses": _columnar([_rounded(loss, 8) for loss in index["losses"]]),
         "flatness": _columnar([_flat_measures(record) for record in index["flatness"]]),
-        "correlations": [one | {"models": len(one["models"])} for one in index["correlations"]],
+        "correlations": [
+            one | {"models": len(one["models"]), "comparable": len(one["comparable"])} for one in index["correlations"]
+        ],
         "downloads": [{"path": path, "label": label} for path, label in sorted(downloads.items())],
     }
 

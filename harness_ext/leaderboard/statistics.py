@@ -50,26 +50,33 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     return (0.0 if rate == 0 else max(centre - half, 0.0)), (1.0 if rate == 1 else min(centre + half, 1.0))
 
 
-def interval(value: float, stderr: float | None, count: int | None, *, bounded: bool) -> tuple[float, float] | None:
+def interval(
+    value: float, stderr: float | None, count: int | None, *, bounded: bool, is_share: bool
+) -> tuple[float, float] | None:
     """The 95 % interval of a score.
 
-    By its standard error; for a score in [0, 1] without one, or with one of 0 (all documents right, or all wrong), Wilson's.
+    By its standard error; for a share of documents without one, or with one of 0 (all documents right, or all wrong), Wilson's.
+    Other scores, such as F1, are no binomial and have none then.
 
     Args:
         value: The score.
         stderr: Its standard error; None if unknown.
         count: Documents; None if unknown.
-        bounded: Whether the score is a share of documents, in [0, 1]; the interval is cut there.
+        bounded: Whether the score lies in [0, 1]; the interval is cut there, unless the score lies outside after all.
+        is_share: Whether the score is a share of documents.
 
     Returns:
-        Lower and upper end; None if neither way is open.
+        Lower and upper end, around the score; None if neither way is open.
     """
-    if bounded and not stderr and count and 0 <= value <= 1:
-        return wilson(value * count, count)
+    is_inside = 0 <= value <= 1
+    if is_share and is_inside and not stderr and count:
+        low, high = wilson(value * count, count)
+        # Of the rounding of value * count.
+        return min(low, value), max(high, value)
     if not stderr:
         return None
     low, high = value - _Z * stderr, value + _Z * stderr
-    return (max(low, 0.0), min(high, 1.0)) if bounded else (low, high)
+    return (max(low, 0.0), min(high, 1.0)) if bounded and is_inside else (low, high)
 
 
 def mcnemar_exact(first_only: int, second_only: int) -> float:

@@ -15,10 +15,10 @@ from typing import Any
 from harness_ext.leaderboard import samples as samples_module
 from harness_ext.leaderboard import untrusted
 from harness_ext.leaderboard.build import find_results
-from harness_ext.leaderboard.read import MAX_RESULT_BYTES, lab_of, read_results
+from harness_ext.leaderboard.read import MAX_RESULT_BYTES, credentials, lab_of, model_arguments, read_results
 from harness_ext.leaderboard.records import FileRecord
 
-__all__ = ["MAX_SAMPLES_BYTES", "Submission", "add", "validate"]
+__all__ = ["MAX_SAMPLES_BYTES", "Submission", "add", "results_of", "validate"]
 
 MAX_SAMPLES_BYTES = 25_000_000
 """Of one file of samples as it is kept, which is a fraction of what lm_eval writes."""
@@ -43,6 +43,17 @@ class Submission:
     warnings: tuple[str, ...]
 
 
+def results_of(path: Path) -> list[Path]:
+    """The result files that a file has a part in: itself, or for samples and lab.json those of their folder and below it.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+    """
+    if path.name == "lab.json" or path.name.endswith((".lab.json", ".jsonl")):
+        return [found.path for found in find_results(path.parent)[0]]
+    return [path]
+
+
 def validate(path: Path, *, look_in_model_folder: bool = False) -> Submission:
     """Check a result file.
 
@@ -64,6 +75,13 @@ def validate(path: Path, *, look_in_model_folder: bool = False) -> Submission:
         raise ValueError(f"{path}: {err}") from err
     if record.problems:
         raise ValueError(f"{path}: {'; '.join(record.problems)}")
+    held = credentials(untrusted.load_json(path, max_bytes=MAX_RESULT_BYTES)[0])
+    if held:
+        raise ValueError(
+            f"{path}: seems to hold credentials, and what is added is public: {', '.join(held[:6])}"
+            f"{', …' if len(held) > 6 else ''}. Delete these entries from the file, and the name and password from addresses; "
+            "give lm_eval credentials by environment variables"
+        )
     if record.model.name == "unnamed":
         raise ValueError(f"{path}: names no model; run lm_eval with --model_args pretrained=NAME")
     warnings = []
@@ -87,7 +105,7 @@ def validate(path: Path, *, look_in_model_folder: bool = False) -> Submission:
 def _lab(path: Path, look_in_model_folder: bool) -> Path | None:
     """lab.json beside the result file, or in the model's folder on this machine."""
     for beside in (path.with_name(f"{path.stem}.lab.json"), path.with_name("lab.json")):
-        if beside.is_file():
+        if beside.is_file() and not beside.is_symlink():
             return beside
     if not look_in_model_folder:
         return None
@@ -95,9 +113,9 @@ def _lab(path: Path, look_in_model_folder: bool) -> Path | None:
         found, _ = untrusted.load_json(path, max_bytes=MAX_RESULT_BYTES)
     except ValueError:
         return None
-    arguments = untrusted.mapping(untrusted.mapping(untrusted.mapping(found).get("config")).get("model_args"))
-    folder = arguments.get("pretrained")
-    if isinstance(folder, str) and "\0" not in folder:
+    config = untrusted.mapping(untrusted.mapping(found).get("config"))
+    folder = model_arguments(config.get("model_args")).get("pretrained")
+    if folder is not None and "\0" not in folder:
         candidate = Path(folder).expanduser() / "lab.json"
         return candidate if candidate.is_file() else None
     return None

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_NAME", "load_json", "mapping", "name", "number", "parse_json", "text", "whole_number"]
+__all__ = ["MAX_DEPTH", "MAX_NAME", "load_json", "mapping", "name", "number", "parse_json", "text", "whole_number"]
 
 MAX_NAME = 300
 """Characters of a name; longer ones are cut with an ellipsis."""
+
+MAX_DEPTH = 100
+"""Of JSON: objects and lists within one another. Deeper values could be parsed and not be written again."""
 
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 """Control characters, and those that change the direction or the lines of what follows them."""
@@ -28,7 +31,7 @@ def parse_json(data: bytes) -> Any:
         ValueError: If it is no JSON, no UTF-8, or nested too deeply.
     """
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=lambda _: None)
+        found = json.loads(data.decode("utf-8-sig"), parse_constant=lambda _: None)
     except UnicodeDecodeError as err:
         raise ValueError(f"expected UTF-8, found other bytes at position {err.start}") from err
     except json.JSONDecodeError as err:
@@ -36,7 +39,26 @@ def parse_json(data: bytes) -> Any:
     except ValueError as err:  # a number of more digits than Python converts
         raise ValueError("expected JSON with numbers of ordinary length, found thousands of digits") from err
     except RecursionError as err:
-        raise ValueError("expected JSON of a depth that a result file has, found deeper nesting") from err
+        raise ValueError(f"expected JSON of at most {MAX_DEPTH} levels, found deeper nesting") from err
+    # Most lines of samples have too few brackets to be deep.
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(found):
+        raise ValueError(f"expected JSON of at most {MAX_DEPTH} levels, found deeper nesting")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether more than `MAX_DEPTH` objects and lists lie within one another."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 def load_json(path: Path, *, max_bytes: int) -> tuple[Any, bytes]:

@@ -23,9 +23,6 @@ from harness_ext.lab import sde
 from harness_ext.lab.checkpoints import find_checkpoints
 from harness_ext.lab.presets import PRESETS
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("cli_lab")
-
 # A process for each line of input, a fork of one that has imported what takes seconds. lm_eval is left out (the demo's test
 # runs it): what evaluates a model here counts its parameters and makes up the rest.
 _LAB = """

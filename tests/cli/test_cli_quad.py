@@ -20,9 +20,6 @@ from harness_ext.lab.languages.reviews import build_tokenizer, default_grammar
 from harness_ext.lab.model import ModelConfig, build_model
 from harness_ext.lab.train import encode, validation_loss
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("cli_quad")
-
 
 @pytest.fixture(autouse=True)
 def nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:

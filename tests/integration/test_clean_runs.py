@@ -19,9 +19,6 @@ from worlds import World, a_world, reviews, write_split
 from harness_ext.cli import main
 from harness_ext.engine.attach import attach
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("clean_runs")
-
 RUNS = """
 import os, sys, threading
 from lm_eval.__main__ import cli_evaluate

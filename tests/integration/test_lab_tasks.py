@@ -20,9 +20,6 @@ from harness_ext.lab.model import ModelConfig, build_model
 from harness_ext.prompts import PROMPTS_VARIABLE
 from harness_ext.tasks.data import DATA_VARIABLE
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("lab_tasks")
-
 # Other numbers of classes than in the default languages.
 SIZES: dict[str, dict[str, Any]] = {
     "hmm": {"states": 5, "words": 30, "lengths": (8, 10), "settings": 3, "switches": 1},

@@ -20,9 +20,6 @@ import pytest
 from tiny import tiny_model, tiny_tokenizer
 from worlds import reviews, write_split
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("processes")
-
 TASKS = "natural_sst,probe_sst,quad_sst,probe_words_sst,loss_wikitext,flatness_wikitext"
 SWEEP = {"prompt": ["sst/it_was", "sst/sentiment", "sst/this_movie_is"]}
 SECONDS = 60

@@ -39,9 +39,6 @@ from harness_ext.lab.quad import linear_head
 from harness_ext.lab.train import cpu_threads, encode, validation_loss
 from harness_ext.tasks import FlatnessTask
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("lookup")
-
 CONTEXT = 32
 
 

@@ -35,9 +35,6 @@ from harness_ext.lab.sde import (
 )
 from harness_ext.lab.train import Blocks, cpu_threads, encode, pack, packed_batches
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("sde")
-
 SMALL = ModelConfig(width=16, depth=1, heads=2, context=16)
 LANGUAGE = random_hmm(0, states=4, words=12, lengths=(6, 8))
 TINY = dataclasses.replace(QUICK, steps=8, batch_factors=(2,), seeds=3, evaluations=2, learning_rate=0.1)

@@ -26,9 +26,6 @@ from harness_ext.lab.model import ModelConfig, build_model
 from harness_ext.lab.theory import TheoryReport, check_theory, fit_bounded, logistic_losses, read_contexts
 from harness_ext.lab.train import cpu_threads
 
-# Its models are made once, where all workers would make them.
-pytestmark = pytest.mark.xdist_group("theory")
-
 SIZES = {"states": 4, "words": 8, "lengths": (3, 6)}
 
 

@@ -260,7 +260,9 @@ def test_a_score_stands_with_its_interval_and_a_mean_only_where_all_tasks_are_th
             score = scores[model, column_id("0")]
             assert float(text) == pytest.approx(100 * (score.metrics["acc"].value or 0), abs=0.06)
             metric = score.metrics["acc"]
-            low, high = statistics.interval(metric.value or 0, metric.stderr, score.num_documents, bounded=True) or (
+            low, high = statistics.interval(
+                metric.value or 0, metric.stderr, score.num_documents, bounded=True, is_share=True
+            ) or (
                 0,
                 0,
             )
@@ -473,15 +475,16 @@ def test_exact_mcnemar_is_that_of_the_package(site: Site) -> None:
 
 def test_intervals_are_those_of_the_package(site: Site) -> None:
     site.open("#/about")
-    cases = [(0.5, 0.03, 200, True), (0.99, 0.02, 50, True), (1.0, 0.0, 50, True),
-             (0.0, None, 30, True), (0.4, None, None, True),
-             (12.5, 0.4, 10, False), (12.5, None, 10, False), (0.3, None, 872, True)]  # fmt: skip
+    cases = [(0.5, 0.03, 200, True, True), (0.99, 0.02, 50, True, True), (1.0, 0.0, 50, True, True),
+             (0.0, None, 30, True, True), (0.4, None, None, True, True), (1.3, 0.1, 10, True, True),
+             (1.3, None, 10, True, True), (0.4, None, 30, True, False), (0.99, 0.02, 30, True, False),
+             (12.5, 0.4, 10, False, False), (12.5, None, 10, False, False), (0.3, None, 872, True, True)]  # fmt: skip
     found = site.run(
-        "return arguments[0].map(([value, stderr, n, bounded]) => scoreInterval(value, stderr ?? NaN, n, bounded))",
+        "return arguments[0].map(([value, stderr, ...rest]) => scoreInterval(value, stderr ?? NaN, ...rest))",
         cases,
     )
     for case, interval in zip(cases, found, strict=True):
-        expected = statistics.interval(*case[:3], bounded=case[3])
+        expected = statistics.interval(*case[:3], bounded=case[3], is_share=case[4])
         assert interval == (None if expected is None else pytest.approx(list(expected), abs=1e-12))
 
 
@@ -495,6 +498,7 @@ def test_aggregates_are_those_of_the_package(site: Site) -> None:
     site.open("#/about")
     found = site.run(
         "const [table, better] = arguments; const tasks = better.map((one, at) => ({better: one, chance: 0.25,"
+        "dataset: at < 2 ? 'd' : `d${at}`,"
         "value: (place) => table[place][at] ?? NaN, stderr: () => 0.1}));"
         "return [...aggregates(tasks, table.map((_, at) => at)).values()]",
         json.loads(json.dumps(np.where(np.isnan(partial), None, partial).tolist())),
@@ -506,7 +510,7 @@ def test_aggregates_are_those_of_the_package(site: Site) -> None:
     assert [row["borda"] for row in rows] == pytest.approx(statistics.borda(partial[complete], better).tolist())
     assert [row["wins"] for row in rows] == pytest.approx(statistics.win_rates(partial[complete], better).tolist())
     assert [row["mean"] for row in rows] == pytest.approx(((partial[complete] - 0.25) / 0.75).mean(axis=1).tolist())
-    assert [row["stderr"] for row in rows] == pytest.approx([0.1 / 0.75 / 5**0.5] * len(rows))
+    assert [row["stderr"] for row in rows] == pytest.approx([0.1 / 0.75 * (2**2 + 3) ** 0.5 / 5] * len(rows))
 
 
 def test_the_paired_bootstrap_is_that_of_the_package_up_to_its_draws(site: Site) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from result_files import lab_json, loss_config, result_file, sample, write, write_samples
+from result_files import lab_json, loss_config, result_file, sample, task_config, write, write_samples
 
 from harness_ext.leaderboard.build import build_board, find_results, open_cache
 from harness_ext.leaderboard.cache import Cache, cache_folder
@@ -101,6 +101,33 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_build(tmp_path: Path, monk
     monkeypatch.undo()
     monkeypatch.setenv("HARNESS_EXT_CACHE", str(tmp_path / "cache"))
     assert "limited.json" not in {entry.source for entry in board_of(folder).unreadable}
+
+
+@pytest.mark.parametrize("depth", [90, 110, 300, 480, 960, 975, 986, 995, 5000, 200_000])
+@pytest.mark.parametrize("place", ["doc_to_text", "doc", "target", "lab"])
+def test_deep_nesting_does_not_stop_the_build(place: str, depth: int, tmp_path: Path) -> None:
+    """Just below the depth that a parser refuses, what is read could not be written again."""
+    nest = "[" * depth + "]" * depth
+    folder = tmp_path / "results"
+    text = json.dumps(result_file(documents=1, configs={"reviews": task_config(doc_to_text="NEST")}))
+    write(folder / "results_2.json", result_file(model="org/other"))
+    folder.joinpath("results_1.json").write_text(
+        text.replace('"NEST"', nest if place == "doc_to_text" else '"x"'), encoding="utf-8"
+    )
+    if place in ("doc", "target"):
+        line = json.dumps(sample(0, 1.0) | {place: "NEST"}).replace('"NEST"', nest)
+        folder.joinpath("samples_reviews_1.jsonl").write_text(line + "\n", encoding="utf-8")
+    if place == "lab":
+        made = json.dumps(lab_json() | {"model": {"a": "NEST"}}).replace('"NEST"', nest)
+        folder.joinpath("results_1.lab.json").write_text(made, encoding="utf-8")
+    board = board_of(folder)
+    assert "org/other" in {model.name for model in board.models}
+    reasons = [entry.reason for entry in board.unreadable]
+    if depth < 95:
+        assert reasons == []
+    else:
+        assert len(reasons) == 1
+        assert "at most 100 levels" in reasons[0]
 
 
 def test_a_broken_lab_file_refuses_its_models(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
 from harness_ext.leaderboard import compare
-from harness_ext.leaderboard.contracts import Column, Flatness, Loss, Metric, Score, Vector
+from harness_ext.leaderboard.contracts import Column, Flatness, Loss, LossGroup, Metric, Model, Score, Vector
 
 
-def column(identifier: str, *, kind: str = "natural", chance: float | None = 0.5, chat: bool = False) -> Column:
+def column(
+    identifier: str, *, kind: str = "natural", chance: float | None = 0.5, chat: bool = False, dataset: str = ""
+) -> Column:
     return Column(
         id=identifier,
         task=identifier,
@@ -18,13 +23,14 @@ def column(identifier: str, *, kind: str = "natural", chance: float | None = 0.5
         chat=chat,
         kind=kind,  # type: ignore[arg-type]
         features="",
-        dataset="",
+        dataset=dataset,
         prompts=(),
         label=identifier,
         metric="acc",
         metrics=("acc",),
         higher_is_better={"acc": True},
         bounded=True,
+        is_share=True,
         chance=chance,
         num_documents=100,
         settings={},
@@ -32,8 +38,25 @@ def column(identifier: str, *, kind: str = "natural", chance: float | None = 0.5
     )
 
 
-def score(model: str, of: str, value: float | None) -> Score:
-    return Score(model, of, {"acc": Metric(value, 0.01)}, None, 100, None, ())
+def score(model: str, of: str, value: float | None, stderr: float | None = 0.01) -> Score:
+    return Score(model, of, {"acc": Metric(value, stderr)}, None, 100, None, ())
+
+
+def model(name: str, size: int | None = 1_000_000) -> Model:
+    return Model(
+        id=name,
+        name=name,
+        revision="main",
+        sha=None,
+        dtype=None,
+        backend="hf",
+        chat_template=None,
+        system_instruction=None,
+        model_args=(),
+        family=name,
+        num_parameters=size,
+        lab=None,
+    )
 
 
 def loss(
@@ -119,6 +142,11 @@ def test_groups_are_of_one_text_and_of_full_runs() -> None:
     assert (groups[0].low, groups[0].high) == (1.0, 1.004)
 
 
+def test_a_loss_without_a_standard_error_is_not_taken_as_exact() -> None:
+    losses = [loss("a", 1.0), loss("b", 1.0, None), loss("c", 1.001), loss("d", 1.0, None, text="u/full")]
+    assert [group.models for group in compare.groups_of_loss(losses)] == [("a", "c")]
+
+
 def test_losses_that_are_not_known_to_the_tolerance_are_in_no_group() -> None:
     assert compare.groups_of_loss([loss("a", 1.0, 0.1), loss("b", 1.0, 0.1)]) == ()
 
@@ -159,6 +187,29 @@ def test_chat_columns_are_not_averaged_with_others() -> None:
     assert {entry.kind for entry in found} == {"natural", "natural, chat"}
 
 
+def test_errors_add_up_within_a_dataset_and_in_quadrature_across() -> None:
+    columns = [
+        column("c1", dataset="d1", chance=0.5),
+        column("c2", dataset="d1", chance=0.75),
+        column("c3", dataset="d2", chance=0.0),
+    ]
+    metrics = [Metric(0.8, 0.01), Metric(0.9, 0.02), Metric(0.5, 0.03)]
+    value, stderr = compare.mean_normalised(columns, metrics)
+    assert value == pytest.approx((0.6 + 0.6 + 0.5) / 3)
+    assert stderr == pytest.approx(math.hypot(0.01 / 0.5 + 0.02 / 0.25, 0.03) / 3)
+    assert compare.mean_normalised(columns, [*metrics[:2], Metric(0.5, None)]) == (value, None)
+    # A bound: errors of the same documents, of whatever correlation, come to no more.
+    rng = np.random.default_rng(0)
+    right = rng.random((2000, 1)) < 0.6
+    scores = np.where(rng.random((2000, 3)) < 0.8, right, rng.random((2000, 3)) < 0.6)
+    same = [column(f"c{place}", dataset="d", chance=0.0) for place in range(3)]
+    errors = scores.std(axis=0, ddof=1) / math.sqrt(2000)
+    _, bound = compare.mean_normalised(same, [Metric(0.6, float(error)) for error in errors])
+    true = scores.mean(axis=1).std(ddof=1) / math.sqrt(2000)
+    assert bound is not None
+    assert math.hypot(*errors) / 3 < true <= bound
+
+
 def test_an_unknown_chance_leaves_the_normalised_score_blank() -> None:
     (entry,) = compare.aggregates([column("c1", chance=None)], [score("a", "c1", 0.8)])
     assert (entry.mean, entry.normalised, entry.win_rate) == (0.8, None, None)
@@ -178,7 +229,10 @@ def test_flatness_that_predicts_where_loss_does_not() -> None:
     ]
     scores = [score(model, "c1", 0.9 - trace / 100) for model, trace in zip(models, traces, strict=True)]
     groups = compare.groups_of_loss(losses)
-    (found,) = compare.correlations([column("c1"), column("f", kind="flatness")], scores, losses, flatness, groups)
+    rows = list(map(model, models))
+    (found,) = compare.correlations(
+        rows, [column("c1"), column("f", kind="flatness")], scores, losses, flatness, groups
+    )
     assert found.models == tuple(models)
     assert (found.flatness_measure, found.downstream, found.text) == ("fisher_trace", "c1", "t/full")
     assert found.flatness_downstream.value == pytest.approx(-1)
@@ -188,8 +242,9 @@ def test_flatness_that_predicts_where_loss_does_not() -> None:
     assert found.flatness_within_groups.value == pytest.approx(-1)
     assert found.loss_downstream.value is not None
     assert abs(found.loss_downstream.value) < 0.9
+    assert (found.comparable, found.num_parameters) == (found.models, 1_000_000)
     again = compare.correlations(
-        [column("c1"), column("f", kind="flatness")], scores[::-1], losses[::-1], flatness[::-1], groups
+        rows[::-1], [column("c1"), column("f", kind="flatness")], scores[::-1], losses[::-1], flatness[::-1], groups
     )
     assert again == (found,)
 
@@ -198,6 +253,7 @@ def test_too_few_models_have_no_correlation_and_a_constant_has_a_reason() -> Non
     def correlated(count: int) -> tuple[compare.Correlation, ...]:
         models = [f"m{number}" for number in range(count)]
         return compare.correlations(
+            list(map(model, models)),
             [column("c1")],
             [score(model, "c1", 0.5) for model in models],
             [loss(model, 1.0 + place) for place, model in enumerate(models)],
@@ -213,3 +269,76 @@ def test_too_few_models_have_no_correlation_and_a_constant_has_a_reason() -> Non
     assert found.flatness_downstream.value is None
     assert found.flatness_downstream.reason
     assert found.flatness_within_groups.reason
+
+
+def correlated(
+    sizes: list[int | None], values: list[float], *, stderr: float | None = 0.01, groups: tuple[LossGroup, ...] = ()
+) -> compare.Correlation:
+    """Models m0, m1, … with traces that fall as scores rise."""
+    rows = [model(f"m{place}", size) for place, size in enumerate(sizes)]
+    (found,) = compare.correlations(
+        rows,
+        [column("c1")],
+        [score(row.id, "c1", value, stderr) for row, value in zip(rows, values, strict=True)],
+        [loss(row.id, 1.0 + place / 1e6) for place, row in enumerate(rows)],
+        [
+            Flatness(row.id, "f", {"fisher_trace": Metric(2.0 - value, None)}, (), None)
+            for row, value in zip(rows, values, strict=True)
+        ],
+        groups,
+    )
+    return found
+
+
+def of_flatness(found: compare.Correlation) -> list[Any]:
+    return [found.flatness_downstream, found.flatness_given_loss, found.flatness_within_groups]
+
+
+def test_flatness_compares_among_models_of_the_commonest_size() -> None:
+    sizes: list[int | None] = [5, 7, 5, None, 5, 7, 5, 5]
+    values = [0.5, 0.1, 0.6, 0.9, 0.7, 0.2, 0.65, 0.8]
+    one = LossGroup("t/full", 0.01, tuple(f"m{place}" for place in range(8)), 1.0, 1.001)
+    found = correlated(sizes, values, groups=(one,))
+    assert (found.num_parameters, found.comparable) == (5, ("m0", "m2", "m4", "m6", "m7"))
+    assert len(found.models) == 8
+    assert [of.value for of in of_flatness(found)] == pytest.approx([-1, -1, -1])
+    # The same numbers without the others, whose traces do not compare.
+    few = [place for place, size in enumerate(sizes) if size == 5]
+    ids = [f"m{place}" for place in few]
+    alone = compare.correlations(
+        [model(of, 5) for of in ids],
+        [column("c1")],
+        [score(of, "c1", values[place]) for of, place in zip(ids, few, strict=True)],
+        [loss(of, 1.0 + place / 1e6) for of, place in zip(ids, few, strict=True)],
+        [
+            Flatness(of, "f", {"fisher_trace": Metric(2.0 - values[place], None)}, (), None)
+            for of, place in zip(ids, few, strict=True)
+        ],
+        (one,),
+    )
+    assert [of.value for of in of_flatness(alone[0])] == [of.value for of in of_flatness(found)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [([None] * 5, "no model says how many parameters"), ([1, 2, 3, 3, 3], "too few models of one size (3)")],
+)
+def test_sizes_that_do_not_compare_are_a_reason(sizes: list[int | None], reason: str) -> None:
+    found = correlated(sizes, [0.5, 0.6, 0.7, 0.8, 0.9])
+    assert found.loss_downstream.value is not None
+    for of in of_flatness(found):
+        assert of.value is None
+        assert reason in of.reason
+
+
+def test_scores_within_groups_that_differ_by_no_more_than_their_errors_are_left_out() -> None:
+    one = LossGroup("t/full", 0.01, tuple(f"m{place}" for place in range(6)), 1.0, 1.001)
+    values = [0.50, 0.51, 0.52, 0.53, 0.54, 0.55]
+    assert correlated([1] * 6, values, stderr=0.001, groups=(one,)).flatness_within_groups.value == pytest.approx(-1)
+    noise = correlated([1] * 6, values, stderr=0.05, groups=(one,))
+    assert noise.flatness_within_groups.value is None
+    assert "no more than their errors" in (noise.flatness_within_groups.reason or "")
+    assert noise.flatness_downstream.value == pytest.approx(-1)
+    unknown = correlated([1] * 6, values, stderr=None, groups=(one,)).flatness_within_groups
+    assert unknown.value is None
+    assert "no standard error" in (unknown.reason or "")

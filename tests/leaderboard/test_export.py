@@ -225,10 +225,29 @@ def test_the_short_table_says_what_is_found_within_groups(tmp_path: Path) -> Non
     text = readme(board_of(tmp_path), plot="a/plot.svg", more="a/leaderboard.md")
     assert text.startswith("![Mean score against pretraining loss, coloured by flatness](a/plot.svg)\n\n")
     # The flatter, the better, with no exception.
-    assert "score is from −1.00 to −1.00 on 1 task, median −1.00; p < 0.05 on 1 of them" in text
+    assert "Among models of one size (1M parameters) and within loss groups, the rank correlation" in text
+    assert (
+        "score is from −1.00 to −1.00 on 1 task, median −1.00; p < 0.05 on 1 of 1, where chance alone gives about 0.05."
+        in text
+    )
     whole = markdown(board_of(tmp_path))
     assert "| reviews | 8 | " in whole
-    assert "| −1.00, p 5e-05 | −1.00, p 9.9e-05 | −1.00, p 0.0035 |" in whole
+    assert "| 8 | −1.00, p 5e-05 | −1.00, p 9.9e-05 | −1.00, p 0.0035 |" in whole
+
+
+def test_models_that_do_not_compare_are_named_with_the_reason(tmp_path: Path) -> None:
+    matched_files(tmp_path, number=8)
+    for place in range(8):
+        path = tmp_path / f"results_{place}.json"
+        found = json.loads(path.read_text("utf-8"))
+        found["config"]["model_num_parameters"] = 10**6 + place
+        if place == 3:
+            del found["results"]["loss_x"]["bits_per_byte_stderr,none"]
+        path.write_text(json.dumps(found), encoding="utf-8")
+    text = markdown(board_of(tmp_path))
+    assert "too few models of one size \\(1\\); traces compare among models of one size only" in text
+    assert "1 model has a loss without standard error, which puts a model in no loss group." in text
+    assert "rank correlation of flatness" not in readme(board_of(tmp_path))
 
 
 def test_tables_and_plot_are_the_same_bytes_whatever_surrounds_them(

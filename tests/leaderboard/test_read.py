@@ -142,6 +142,38 @@ def test_secrets_are_not_shown() -> None:
     assert "secret" not in json.dumps(records.to_json(made))
 
 
+def test_credentials_reach_neither_the_table_nor_the_command_nor_the_settings() -> None:
+    header = {"Authorization": "Bearer sk-hidden"}
+    secret = {
+        "header": header,
+        "api_key": "hidden",
+        "client": {"a": {"x-cookie": "hidden"}},
+        "url": "http://h?key=hidden",
+    }
+    address = "https://user:hidden@host/v1"
+    config = task_config(metadata={"version": 1.0, "base_url": address, "other": "https://u:hidden@h", **secret})
+    found = record(
+        result_file(
+            config={"model_args": {"pretrained": "a", "base_url": address, "address": address} | secret},
+            configs={"reviews": config},
+            model_name=address,
+        )
+    )
+    assert "hidden" not in json.dumps(records.to_json(found))
+    assert "hidden" not in json.dumps([task.column.fields() for task in found.tasks])
+    assert found.model.model_args == [["address", "https://host/v1"]]
+    assert "base_url=https://host/v1" in found.tasks[0].command
+    text = 'pretrained=a,header={"Authorization": "Bearer hidden", "X": "k=hidden"},base_url=http://u:hidden@h/,b=1'
+    found = record(result_file(config={"model_args": text}))
+    assert "hidden" not in json.dumps(records.to_json(found))
+    assert found.model.model_args == [["b", "1"]]
+
+
+def test_special_tokens_are_arguments_that_tell_models_apart() -> None:
+    found = record(result_file(config={"model_args": "pretrained=a,add_bos_token=True"}))
+    assert found.model.model_args == [["add_bos_token", "True"]]
+
+
 def test_a_run_without_a_name_is_called_by_its_backend() -> None:
     """lm_eval makes up another name for each such run."""
     made = record(result_file(config={"model": "dummy", "model_args": {}}, model_name="i82qcls7"))

@@ -179,6 +179,42 @@ def test_the_metric_of_a_column_and_its_chance() -> None:
     assert not rows(result_file({"text": {"ppl": 20.0}}, higher_is_better={})).columns[0].higher_is_better["ppl"]
 
 
+@pytest.mark.parametrize(
+    ("metric", "value", "bounded", "is_share"),
+    [
+        ("acc", 0.5, True, True),
+        ("acc_norm", 0.5, True, True),
+        ("exact_match", 0.5, True, True),
+        ("exact_match,strict-match", 0.5, True, True),
+        ("em", 0.5, True, True),
+        ("pass@10", 0.5, True, True),
+        ("f1", 0.5, True, False),
+        ("macro_f1", 0.5, True, False),
+        ("f1", 70.0, False, False),
+        ("brier_score", 1.3, False, False),
+        ("brier", 0.3, False, False),
+        ("embedding_distance", 0.5, False, False),
+        ("ece_of_some_kind", 0.5, False, False),
+        ("accumulated_cost", 0.5, False, False),
+    ],
+)
+def test_which_metrics_are_shares_and_which_lie_between_0_and_1(
+    metric: str, value: float, bounded: bool, is_share: bool
+) -> None:
+    base, _, of_filter = metric.partition(",")
+    names = {f"{base},{of_filter or 'none'}": value, f"{base}_stderr,{of_filter or 'none'}": "N/A"}
+    made = rows(result_file({"reviews": names}))
+    (column,), (score,) = made.columns, made.scores
+    assert (column.metric, column.bounded, column.is_share) == (metric, bounded, is_share)
+    assert (score.interval is not None) == is_share
+    names[f"{base}_stderr,{of_filter or 'none'}"] = 0.4
+    (score,) = rows(result_file({"reviews": names})).scores
+    assert score.interval is not None
+    low, high = score.interval
+    assert low <= value <= high
+    assert (high <= 1 and low >= 0) == bounded
+
+
 def test_a_blank_stays_a_blank() -> None:
     (score,) = rows(result_file(acc=float("nan"), stderr="N/A")).scores
     assert score.metrics["acc"] == Metric(None, None)

@@ -68,22 +68,41 @@ def test_wilson_refuses_what_is_no_proportion() -> None:
 
 def test_intervals_go_by_the_standard_error_and_else_by_wilson() -> None:
     quantile = scipy.stats.norm.ppf(0.975)
-    by_error = statistics.interval(0.7, 0.02, 100, bounded=True)
+    share = {"bounded": True, "is_share": True}
+    other = {"bounded": False, "is_share": False}
+    by_error = statistics.interval(0.7, 0.02, 100, **share)
     assert by_error == pytest.approx((0.7 - quantile * 0.02, 0.7 + quantile * 0.02))
-    assert statistics.interval(0.99, 0.02, 100, bounded=True)[1] == 1.0  # type: ignore[index]
-    assert statistics.interval(0.7, None, 100, bounded=True) == statistics.wilson(70, 100)
+    assert statistics.interval(0.99, 0.02, 100, **share)[1] == 1.0  # type: ignore[index]
+    assert statistics.interval(0.7, None, 100, **share) == statistics.wilson(70, 100)
     # All documents right: lm_eval's standard error is 0, and the true rate is not known to be 1.
-    assert statistics.interval(1.0, 0.0, 50, bounded=True) == statistics.wilson(50, 50)
-    assert statistics.interval(5000.0, 100.0, 64, bounded=False) == pytest.approx(
+    assert statistics.interval(1.0, 0.0, 50, **share) == statistics.wilson(50, 50)
+    assert statistics.interval(5000.0, 100.0, 64, **other) == pytest.approx(
         (5000 - quantile * 100, 5000 + quantile * 100)
     )
     for unknown in (
-        statistics.interval(0.7, None, None, bounded=True),
-        statistics.interval(5000.0, None, 64, bounded=False),
-        statistics.interval(5000.0, 0.0, 64, bounded=False),
-        statistics.interval(1.2, None, 64, bounded=True),
+        statistics.interval(0.7, None, None, **share),
+        statistics.interval(5000.0, None, 64, **other),
+        statistics.interval(5000.0, 0.0, 64, **other),
+        statistics.interval(1.2, None, 64, **share),
+        # F1 is no binomial.
+        statistics.interval(0.7, None, 100, bounded=True, is_share=False),
     ):
         assert unknown is None
+
+
+@given(
+    st.floats(-1, 2) | st.sampled_from([0.0, 1.0, 1.3, 70.0]),
+    st.none() | st.just(0.0) | st.floats(1e-12, 10),
+    st.none() | st.integers(1, 10**6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_score_lies_in_its_interval(
+    value: float, stderr: float | None, count: int | None, bounded: bool, is_share: bool
+) -> None:
+    found = statistics.interval(value, stderr, count, bounded=bounded or is_share, is_share=is_share)
+    if found is not None:
+        assert found[0] <= value <= found[1]
 
 
 def test_the_paired_bootstrap_agrees_with_resampling_documents() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from result_files import lab_json, result_file, sample, write, write_samples
+from result_files import lab_json, result_file, sample, task_config, write, write_samples
 
 from harness_ext.leaderboard.build import build_board
 from harness_ext.leaderboard.cache import Cache
 from harness_ext.leaderboard.changes import changes
 from harness_ext.leaderboard.contracts import Board
-from harness_ext.leaderboard.submission import add, validate
+from harness_ext.leaderboard.submission import add, results_of, validate
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "leaderboard"
 
@@ -160,3 +161,69 @@ def test_a_second_run_of_other_numbers_is_a_change(tmp_path: Path) -> None:
     old = board_of(tmp_path)
     write(tmp_path / "b.json", result_file(acc=0.6, date=1e9))
     assert "2 runs, which differ" in changes(old, board_of(tmp_path)).replace("\\", "")
+
+
+# --------------------------------------------------------------------------------------------------------- credentials
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"header": {"Authorization": "Bearer abc"}}, "config.model_args.header"),
+        ({"base_url": "https://user:pw@host/v1"}, "config.model_args.base_url"),
+        ({"client": {"nested": {"api_key": "abc"}}}, "config.model_args.client"),
+        ({"extra": 'x {"Authorization": "abc"}'}, "config.model_args.extra"),
+        ({"base_url": "https://host/v1?api_key=abc"}, "config.model_args.base_url"),
+        ({"revision": f"hf_{'a' * 34}"}, "config.model_args.revision"),
+        ('pretrained=a,header={"Authorization": "Bearer abc", "X": "k=v"},batch_size=1', "config.model_args.header"),
+        ("pretrained=a,hf_token=abc", "config.model_args.hf_token"),
+        ("pretrained=https://user:pw@host/model", "config.model_args.pretrained"),
+    ],
+)
+def test_a_file_with_credentials_is_refused_by_the_name_of_the_argument(
+    arguments: dict[str, object] | str, name: str, tmp_path: Path
+) -> None:
+    given = arguments if isinstance(arguments, str) else {"pretrained": "org/a"} | arguments
+    path = write(tmp_path / "results_1.json", result_file(config={"model_args": given}))
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        validate(path)
+    assert "Delete these entries" in str(caught.value)
+    assert "abc" not in str(caught.value)
+    assert "pw@" not in str(caught.value)
+
+
+def test_credentials_that_lm_eval_copies_into_the_metadata_of_tasks_are_refused(tmp_path: Path) -> None:
+    config = task_config(metadata={"version": 1.0, "pretrained": "a", "api_key": "abc"})
+    path = write(tmp_path / "results_1.json", result_file(configs={"reviews": config}))
+    with pytest.raises(ValueError, match=r"configs\.reviews\.metadata\.api_key"):
+        validate(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["pretrained=a,use_auth_token=True,add_bos_token=True", {"pretrained": "a", "token": None, "api_key": "EMPTY"}],
+)
+def test_switches_and_special_tokens_are_no_credentials(arguments: object, tmp_path: Path) -> None:
+    validate(write(tmp_path / "results_1.json", result_file(config={"model_args": arguments})))
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_lab_json_is_found_in_the_model_folder_of_both_schemas(as_text: bool, tmp_path: Path) -> None:
+    lab = write(tmp_path / "model" / "lab.json", lab_json())
+    folder = str(lab.parent)
+    arguments = f"pretrained={folder},dtype=float32" if as_text else {"pretrained": folder}
+    path = write(tmp_path / "in" / "results_1.json", result_file(config={"model_args": arguments}))
+    assert validate(path, look_in_model_folder=True).lab == lab
+    assert validate(path).lab is None
+
+
+def test_samples_and_lab_json_stand_for_the_result_files_beside_them(tmp_path: Path) -> None:
+    first = write(tmp_path / "results_1.json", result_file())
+    below = write(tmp_path / "m" / "results_2.json", result_file())
+    lab = write(tmp_path / "m" / "results_2.lab.json", lab_json())
+    assert results_of(first) == [first]
+    assert results_of(lab) == [below]
+    assert results_of(write(tmp_path / "lab.json", lab_json())) == [below, first]
+    assert results_of(tmp_path / "m" / "samples_reviews_2.jsonl") == [below]
+    collab = tmp_path / "results_2026_collab.json"
+    assert results_of(collab) == [collab]

@@ -30,7 +30,7 @@ const {showAbout} = (() => {
         element(
           "p",
           {},
-          "A mean over tasks is shown only for models that have all of the tasks shown; each score is first put between chance (0) and perfect (100). Its interval takes tasks as independent.",
+          "A mean over tasks is shown only for models that have all of the tasks shown; each score is first put between chance (0) and perfect (100). Errors of tasks on one dataset, which share documents, are added up for its interval (an upper bound); those of different datasets are taken as independent.",
         ),
         element("h2", {}, "Add a result"),
         code(

@@ -144,7 +144,7 @@ const {Board, modelDetails} = (() => {
         value,
         stderr,
         n,
-        interval: scoreInterval(value, stderr, n, column.bounded),
+        interval: scoreInterval(value, stderr, n, column.bounded, column.is_share),
         limit: scores.limit.get(place) ?? null,
         conflict: scores.conflict.has(place),
         note: scores.note.has(place),

@@ -17,7 +17,7 @@ const {showFindings} = (() => {
       element(
         "p",
         {class: "lede"},
-        "Spearman's rank correlations over models, with bootstrap intervals and permutation p-values. Less loss and less curvature should go with higher scores, so a prediction that holds is negative.",
+        "Spearman's rank correlations over models, with bootstrap intervals and permutation p-values. Less loss and less curvature should go with higher scores, so a prediction that holds is negative. A trace is a sum over parameters: flatness is correlated over models of one size, the commonest, only; within loss groups, where scores differ by more than their errors only.",
       ),
     );
     if (!all.length) {
@@ -150,11 +150,13 @@ const {showFindings} = (() => {
           [
             ["Task"],
             ["Models", {number: true}],
+            ["Of one size", {number: true}],
             ...COEFFICIENTS.map(([, name]) => [name.replace(/^./, (letter) => letter.toUpperCase()), {number: true}]),
           ],
           chosen.map((one) => [
             link(address("task", [one.downstream]), label(one)),
             one.models,
+            one.comparable,
             ...COEFFICIENTS.map(([key]) => show(one[key])),
           ]),
         ),

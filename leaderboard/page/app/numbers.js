@@ -26,13 +26,17 @@ const {
     return [Math.max(0, centre - half), Math.min(1, centre + half)];
   }
 
-  /** The rule of `Score.interval`: value -+ 1.96 stderr, cut to [0, 1] where bounded; Wilson's without a stderr; or null. */
-  function scoreInterval(value, stderr, n, bounded) {
+  /**
+   * The rule of `Score.interval`: value -+ 1.96 stderr, cut to [0, 1] where bounded; Wilson's of a share without a stderr; or
+   * null.
+   */
+  function scoreInterval(value, stderr, n, bounded, isShare) {
+    const inside = value >= 0 && value <= 1;
     if (stderr > 0) {
       const [low, high] = [value - Z * stderr, value + Z * stderr];
-      return bounded ? [Math.max(0, low), Math.min(1, high)] : [low, high];
+      return bounded && inside ? [Math.max(0, low), Math.min(1, high)] : [low, high];
     }
-    return bounded && n > 0 ? wilson(value, n) : null;
+    return isShare && inside && n > 0 ? wilson(value, n) : null;
   }
 
   const sign = (text) => text.replace("-", MINUS);

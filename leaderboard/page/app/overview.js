@@ -159,6 +159,7 @@ const {showOverview, showEmpty} = (() => {
       grid.refresh();
       shownPlaces = new Set(derived.rows.filter((row) => passes(board, state, row, false)).map((row) => row.place));
       const of = derived.rows.length;
+      const withoutError = derived.rows.filter((row) => row.loss && !row.loss.hasStderr).length;
       const text = [
         grid.rows.length === of ? plural(of, "model") : `${showCount(grid.rows.length)} of ${plural(of, "model")}`,
         state.axis
@@ -167,6 +168,7 @@ const {showOverview, showEmpty} = (() => {
               "model",
             )}`
           : null,
+        withoutError ? `${plural(withoutError, "loss", "losses")} without standard error, in no group` : null,
       ]
         .filter(Boolean)
         .join(" · ");

@@ -104,10 +104,11 @@ const {mcnemar, pairedBootstrap, alignVectors, aggregates, rankRanges} = (() => 
 
   /**
    * Aggregates over tasks, for the models that have all of them.
-   * @param {{value: function(number): number, stderr: function(number): ?number, chance: number, better: boolean}[]} tasks
+   * @param {{value: function(number): number, stderr: function(number): ?number, chance: number, better: boolean, dataset: string}[]}
+   *   tasks
    * @param {number[]} places Models.
    * @returns {Map<number, {k: number, n: number, mean: ?number, stderr: ?number, wins: ?number, borda: ?number}>} mean of
-   *   (value - chance) / (1 - chance) and its standard error with tasks taken as independent; share of the other complete models that
+   *   (value - chance) / (1 - chance) and its standard error, with errors of tasks on one dataset added up and datasets taken as independent; share of the other complete models that
    *   are beaten, a tie counting half, averaged over tasks (HELM's mean win rate); Borda points, their sum over models and tasks.
    */
   function aggregates(tasks, places) {
@@ -122,15 +123,17 @@ const {mcnemar, pairedBootstrap, alignVectors, aggregates, rankRanges} = (() => 
       if (n === 0 || k < n) continue;
       complete.push(place);
       let sum = 0,
-        variance = 0;
+        known = true;
+      const errors = new Map();
       for (const task of tasks) {
         const room = 1 - task.chance;
         sum += (task.value(place) - task.chance) / room;
         const stderr = task.stderr(place);
-        variance = stderr === null ? NaN : variance + (stderr / room) ** 2;
+        if (stderr === null) known = false;
+        else errors.set(task.dataset, (errors.get(task.dataset) ?? 0) + stderr / room);
       }
       row.mean = sum / n;
-      row.stderr = Number.isNaN(variance) ? null : Math.sqrt(variance) / n;
+      row.stderr = known ? Math.hypot(...errors.values()) / n : null;
     }
     const points = new Map(complete.map((place) => [place, 0]));
     for (const task of tasks) {

@@ -128,6 +128,7 @@ const {META, META_LABELS, readView, viewQuery, defaultTolerance, workOut, passes
     const tasks = averaged.map((column) => ({
       chance: column.chance,
       better: column.better,
+      dataset: column.dataset || column.task,
       value: (place) => board.value(column, place, limited),
       stderr: (place) => {
         const {stderr, interval} = board.score(column, place, limited);
@@ -165,7 +166,8 @@ const {META, META_LABELS, readView, viewQuery, defaultTolerance, workOut, passes
       };
     });
 
-    const measured = rows.filter((row) => row.loss);
+    // Whether a loss without a standard error is equal to another cannot be known.
+    const measured = rows.filter((row) => row.loss?.hasStderr);
     const groups = axis
       ? lossGroups(
           measured.map((row) => row.loss.value),
