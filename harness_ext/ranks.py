@@ -6,7 +6,9 @@ NCCL serve alike and no file system has to be shared. Rank 0 alone evaluates and
 
 Two things do not go through collectives, which block and cannot be interrupted, but through the job's key-value store: how
 far all ranks are, for one progress bar; and that a rank has failed. A thread of every rank looks for that, so that no rank
-waits for one that is gone, whatever it is doing.
+waits for one that raised an error, whatever it is doing.
+
+Known gap: a rank that is killed says nothing. accelerate and torchrun end the others then; without such a launcher they wait.
 
 Models whose weights are spread over the ranks (FSDP, ZeRO-3) gather them in every forward pass, on all ranks at once. A
 `Lockstep` lets each rank forward what and as often as it likes: ranks without work forward a dummy.

@@ -56,7 +56,7 @@ _STRING = _names(
     """
     capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier
     islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix
-    replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+    replace rjust rstrip split splitlines startswith strip swapcase title upper zfill
     """
 )
 _DATE = _names(

@@ -130,6 +130,8 @@ def _build(board: Board, args: argparse.Namespace) -> int:
     if args.check:
         return _check(board, args, tables, readme)
     site = args.out or (None if args.no_site else SITE)
+    if site is not None:
+        _refuse_other_folder(site, args.results)
     plot = None
     if site is not None:
         from harness_ext.leaderboard.made import Made
@@ -147,6 +149,19 @@ def _build(board: Board, args: argparse.Namespace) -> int:
             readme.write_bytes(new.encode("utf-8"))
     _report(board, [path for path in (site, tables, readme) if path is not None])
     return 0
+
+
+def _refuse_other_folder(site: Path, results: Path) -> None:
+    """The site replaces and removes files, so its folder is new, empty or that of a site, and apart from the results."""
+    inside, outside = results.resolve(), site.resolve()
+    if inside == outside or inside in outside.parents or outside in inside.parents:
+        raise ValueError(f"--out {site}: expected a folder apart from the result files in {results}. Name another.")
+    if site.exists() and not site.is_dir():
+        raise NotADirectoryError(f"--out {site}: expected a folder, found a file. Name another.")
+    if site.is_dir() and any(site.iterdir()) and not (site / "leaderboard.json").is_file():
+        raise FileExistsError(
+            f"--out {site}: expected a new folder or one of an earlier build, found something else. Name another."
+        )
 
 
 def _check(board: Board, args: argparse.Namespace, tables: Path | None, readme: Path | None) -> int:
@@ -313,7 +328,8 @@ def add(args: argparse.Namespace) -> int:
         if not args.dry_run:
             print(f"  added as {submission.add(found, args.results)}")
     if not args.dry_run:
-        print("Now run: harness-ext leaderboard build")
+        where = "" if args.results == RESULTS else f" {shlex.quote(str(args.results))} --out FOLDER"
+        print(f"Now run: harness-ext leaderboard build{where}")
     return 0
 
 

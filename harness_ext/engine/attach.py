@@ -80,7 +80,8 @@ def attach() -> None:
     """Patch lm_eval; calling it again changes nothing."""
     if getattr(LM, REQUEST_TYPE, None) is prompt_states:
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    size = os.environ.get("WORLD_SIZE", "")  # some schedulers set it empty
+    if size.isdigit() and int(size) > 1:
         show_first_error_only()
         if os.environ.get("RANK") != "0":
             # All ranks make the same tasks, which rank 0 speaks of.
@@ -256,6 +257,7 @@ def _answer_with_loglikelihood(lm: LM, contexts: list[str], asked: list[PromptRe
         )
     )
     ranks = _ranks(lm)
+    ranks.check_same(blake2b(repr(pairs).encode(), digest_size=16).hexdigest(), "prompts")
     rank_of = share_out([len(context) + len(word) for context, word in pairs], ranks.size)
     mine = [i for i, rank in enumerate(rank_of) if rank == ranks.rank]
     instances = [
@@ -368,9 +370,11 @@ def _in_place(lm: Any, ranks: Ranks, tasks: Collection[Any]) -> Iterator[None]:
             for task in evaluated:
                 # Rank 0 may call the model there, and the others have to.
                 task.apply_filters = _in_lockstep(task.apply_filters, lockstep)
-            yield
-            for task in evaluated:
-                del task.apply_filters
+            try:
+                yield
+            finally:
+                for task in evaluated:
+                    del task.apply_filters
     finally:
         lm_eval_task.tqdm = bar
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -50,10 +51,11 @@ def window_nats(
         lockstep: What makes the forward passes of a model that is spread over the ranks; None: each rank has all of it.
         store: Where losses are kept, and taken from for batches of which it has every window; None: nowhere.
     """
+    keys = [sequence_key([*tokens, -1, *targets]) for tokens, targets in windows]
+    ranks.check_same(blake2b(b"".join(keys), digest_size=16).hexdigest(), "windows")
     batches = list(_batches(windows, max_rows=max_rows, max_tokens=max_tokens))
     rank_of = share_out([len(batch) * len(windows[batch[0]][0]) for batch in batches], ranks.size)
     nats = np.zeros(len(windows))
-    keys = [sequence_key([*tokens, -1, *targets]) for tokens, targets in windows]
     stored = _stored_nats(store, keys)
     started = time.perf_counter()
     with Progress(ranks, total=len(windows), desc="Windows", unit=" windows", shown=progress) as bar:

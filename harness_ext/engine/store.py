@@ -303,10 +303,11 @@ class FeatureStore:
         if self._room < size:
             self._stopped = True
             logger.warning(
-                "%s has reached its limit of %.1f GB, and all that is left of it is in use. The run goes on without storing "
-                "further states; set HARNESS_EXT_CACHE_LIMIT to a larger size, or to `off`.",
+                "%s has reached its limit of %.3g GB: %.3g GB more do not fit beside what is in use. The run goes on without "
+                "storing further states; set HARNESS_EXT_CACHE_LIMIT to a larger size, or to `off`.",
                 self._root,
                 self._limit / 1e9,
+                size / 1e9,
             )
             return False
         self._room -= size
@@ -321,7 +322,8 @@ class FeatureStore:
             if path.suffix in STATE_FILES and (status := _status(path)) is not None
         ]
         total = sum(of_file for _, of_file, _ in files)
-        if total + size <= self._limit:
+        # What would not fit an empty store removes nothing.
+        if total + size <= self._limit or size > EVICT_TO * self._limit:
             return total
         with contextlib.ExitStack() as stack:
             if self._lock is not None:
@@ -357,6 +359,7 @@ class _Lock:
     def __init__(self, path: Path) -> None:
         if fcntl is None:
             raise OSError("this system has no file locks")
+        self._process = os.getpid()
         try:
             self._descriptor = os.open(path, os.O_RDWR)
         except OSError:
@@ -376,9 +379,10 @@ class _Lock:
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            # Not by closing alone: a child process has the descriptor, too.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            # Not by closing alone, as a child process has the descriptor, too, and not by the child: its parent has the lock.
+            if os.getpid() == self._process:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -427,11 +431,17 @@ class _Journal:
 
 
 def _describe(path: Path, description: str) -> None:
-    """Make the description of a model. It is locked, so it is never replaced; processes that make it at once write the same."""
+    """Make the description of a model, or mend it. It is locked, so it is never replaced."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if not os.fstat(descriptor).st_size:
-            os.write(descriptor, json.dumps({"model": description}).encode())
+        try:
+            is_whole = isinstance(json.loads(os.pread(descriptor, 2**20, 0)), dict)
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            content = json.dumps({"model": description}).encode()
+            os.pwrite(descriptor, content, 0)
+            os.ftruncate(descriptor, len(content))
     finally:
         os.close(descriptor)
 

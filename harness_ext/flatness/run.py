@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -99,6 +100,8 @@ def measure(
     if dtypes:
         logger.info("Flatness: weights in %s are taken to float32, as derivatives need.", ", ".join(dtypes))
     chosen = list(blocks[: options.max_blocks])
+    text = repr([(block.number, list(block.tokens), list(block.targets)) for block in chosen])
+    ranks.check_same(blake2b(text.encode(), digest_size=16).hexdigest(), "blocks")
     accumulated = _Accumulated(options, sum(p.numel() for p in parameters.values()))
     report: dict[str, Any] = {
         "num_parameters": accumulated.num_parameters,

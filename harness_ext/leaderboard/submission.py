@@ -117,8 +117,17 @@ def _lab(path: Path, look_in_model_folder: bool) -> Path | None:
     folder = model_arguments(config.get("model_args")).get("pretrained")
     if folder is not None and "\0" not in folder:
         candidate = Path(folder).expanduser() / "lab.json"
-        return candidate if candidate.is_file() else None
+        return candidate if candidate.is_file() and _is_of_a_run(candidate) else None
     return None
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether it is that of a checkpoint of the lab: `harness-ext quad train` writes a lab.json without run and language."""
+    try:
+        found, _ = untrusted.load_json(path, max_bytes=MAX_RESULT_BYTES)
+    except ValueError:
+        return True  # whose error says what is wrong with it
+    return {"run", "language"} <= untrusted.mapping(found).keys()
 
 
 def add(submission: Submission, results: Path) -> Path:

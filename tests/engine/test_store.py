@@ -467,6 +467,28 @@ def test_a_model_gives_way_to_its_own_states_but_not_to_those_of_this_run(
     assert caplog.text.count("has reached its limit") == 1
 
 
+def test_what_does_not_fit_an_empty_store_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = FeatureStore(tmp_path, "other", description="")
+    other.add(Feature(0), KEYS, np.zeros((6, 36), dtype=np.float32))
+    other.close()
+    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "3500")
+    store = open_store(tmp_path)
+    store.add(Feature(1), KEYS, np.zeros((6, 360), dtype=np.float32))
+    store.close()
+    assert FeatureStore(tmp_path, "other", description="").get(Feature(0), KEYS)[0].all()
+
+
+def test_a_damaged_description_is_written_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.add(Feature(0), KEYS, np.zeros((6, 36), dtype=np.float32))
+    store.close()
+    (description,) = tmp_path.rglob("model.json")
+    before = description.read_bytes()
+    description.write_bytes(b"\x00\xff" + before + before)
+    open_store(tmp_path).close()
+    assert description.read_bytes() == before
+
+
 def test_what_is_not_ours_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "gpt2").mkdir(parents=True)
     precious = tmp_path / "models" / "gpt2" / "model.safetensors"

@@ -137,6 +137,25 @@ def test_without_pages(here: Path) -> None:
     assert run("build", "--no-site", "--out", "tables", "--check") == 0
 
 
+def test_the_site_replaces_nothing_but_a_site(here: Path) -> None:
+    mine = here / "mine"
+    mine.mkdir()
+    (mine / "index.html").write_text("mine")
+    (here / "file").write_text("mine")
+    results = Path("leaderboard/results")
+    for out, reason in (
+        (mine, "found something else"),
+        (here / "file", "found a file"),
+        (results, "apart from"),
+        (results / "site", "apart from"),
+        (results.parent, "apart from"),
+    ):
+        with pytest.raises((ValueError, OSError), match=f"--out .*{reason}"):
+            run("build", results, "--out", out)
+    assert (mine / "index.html").read_text() == "mine"
+    assert run("build", results, "--out", here / "new") == run("build", results, "--out", here / "new") == 0
+
+
 def test_unreadable_files_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "leaderboard" / "results" / "bad.json").write_text("{")
     assert run("build", "--no-site") == 0
