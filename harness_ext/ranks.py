@@ -4,11 +4,10 @@ Every process ("rank") of a job that accelerate or torchrun has started has the 
 its share, and what rank 0 needs to evaluate travels there by collectives of plain tensors on the model's device, so gloo and
 NCCL serve alike and no file system has to be shared. Rank 0 alone evaluates and writes.
 
-Two things do not go through collectives, which block and cannot be interrupted, but through the job's key-value store: how
-far all ranks are, for one progress bar; and that a rank has failed. A thread of every rank looks for that, so that no rank
-waits for one that raised an error, whatever it is doing.
-
-Known gap: a rank that is killed says nothing. accelerate and torchrun end the others then; without such a launcher they wait.
+Three things do not go through collectives, which block and cannot be interrupted, but through the job's key-value store: how
+far all ranks are, for one progress bar; that a rank is alive; and that a rank has failed. A thread of every rank sees to the
+last two, so that no rank waits for one that raised an error or was killed, whatever it is doing. (accelerate and torchrun end
+all ranks when one ends, but srun and mpirun may not.)
 
 Models whose weights are spread over the ranks (FSDP, ZeRO-3) gather them in every forward pass, on all ranks at once. A
 `Lockstep` lets each rank forward what and as often as it likes: ranks without work forward a dummy.
@@ -49,7 +48,14 @@ GRACE_SECONDS = 4.0
 STORE_SECONDS = 30
 """How long the store may take to answer."""
 
-FAILED = "harness_ext/failed"
+PULSE_SECONDS = 5.0
+"""How often rank 0 looks which ranks are alive."""
+
+SILENT_SECONDS = 45.0
+"""After how long without a sign of life a rank counts as killed. A sign takes no more than Python's lock for a moment."""
+
+ENDED = "harness_ext/ended"
+"""Key of the job's store: a rank whose process ends with an error."""
 
 
 class Ranks:
@@ -308,62 +314,125 @@ def _store() -> Any:
 
 
 _own_store: Any = None
-_is_mine: bool | None = None
+
+_IS_FIRST = "_harness_ext_is_first"
+"""Attribute of an error: whether it was the first of an evaluation in the job."""
 
 
-def _is_first_error() -> bool:
-    """Whether this process is the first of its job to fail. It tells the others, and says the same when asked again."""
-    global _is_mine
-    if _is_mine is None:
-        store = _store()
-        if store is None:
-            _is_mine = True
-        else:
-            me = str(torch.distributed.get_rank())
-            try:
-                _is_mine = store.compare_set(FAILED, "", me).decode() == me
-            except Exception:
-                print(f"rank {me} ends: the process that kept the job's store has ended, see there", file=sys.stderr)
-                _is_mine = False
-    return _is_mine
+def _failed_key(evaluation: int) -> str:
+    """Key of the job's store: the first rank that failed in an evaluation."""
+    return f"harness_ext/failed/{evaluation}"
+
+
+def _is_first(key: str) -> bool:
+    """Whether this process is the first of its job to set a key of the store. It says the same when asked again."""
+    store = _store()
+    if store is None:
+        return True
+    me = str(torch.distributed.get_rank())
+    try:
+        return bool(store.compare_set(key, "", me).decode() == me)
+    except Exception:
+        _say(f"rank {me} ends: the process that kept the job's store has ended, see there")
+        return False
 
 
 @contextlib.contextmanager
 def end_together(ranks: Ranks) -> Iterator[None]:
-    """End this process where another of the job fails meanwhile, and tell the others of an error that leaves the block."""
+    """End this process where another of the job fails meanwhile, and tell the others of an error that leaves the block.
+
+    An error that leaves it on every rank may be caught: the next block knows nothing of it.
+    """
     global _jobs
     _jobs += 1
     if ranks.is_alone:
         yield
         return
-    done = threading.Event()
-    thread = threading.Thread(target=_watch, args=(done,), name="harness_ext watches the job", daemon=True)
-    thread.start()
+    watch = _Watch(ranks, _jobs)
+    watch.start()
     try:
         yield
-    except Exception:
-        _is_first_error()
+    except Exception as err:
+        with contextlib.suppress(AttributeError):  # of a class with slots
+            setattr(err, _IS_FIRST, not watch.is_ending and _is_first(_failed_key(_jobs)))
         raise
     finally:
-        done.set()
-        thread.join(timeout=POLL_SECONDS)
+        watch.stop()
 
 
-def _watch(done: threading.Event) -> None:
-    store = _store()
-    while not done.wait(POLL_SECONDS):
-        try:
-            failed = store.check([FAILED])
-        except Exception:
-            failed = True
-        if failed and not _is_mine:
-            # The launcher may end this process meanwhile, or an error of a connection to the one that has failed.
-            if not done.wait(GRACE_SECONDS):
-                logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
+class _Watch(threading.Thread):
+    """Tells the others that this rank is alive, and ends it where another has failed or, seen from rank 0, is silent."""
+
+    def __init__(self, ranks: Ranks, evaluation: int) -> None:
+        super().__init__(name="harness_ext watches the job", daemon=True)
+        self._ranks, self._store = ranks, _store()
+        self._key = _failed_key(evaluation)
+        self._pulse_key = f"harness_ext/pulse/{evaluation}"
+        self._done = threading.Event()
+        self.is_ending = False
+        # Of each rank that has given a sign of life, the last one and when it was seen.
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._next_look = 0.0
+
+    def run(self) -> None:
+        """Look about until `stop`."""
+        is_done = False
+        while not is_done:
+            try:
+                self._store.add(f"{self._pulse_key}/{self._ranks.rank}", 1)
+                if self._ranks.is_first:
+                    self._look_for_silent_ranks()
+                failed = next((key for key in (self._key, ENDED) if self._store.check([key])), None)
+                of_rank = self._store.get(failed).decode() if failed else ""
+            except Exception:
+                self._end("the process that kept the job's store has ended")
+                return
+            if of_rank == str(self._ranks.rank):
+                return  # its own error is on its way
+            if of_rank:
+                self._end(f"rank {of_rank} has failed")
+                return
+            is_done = self._done.wait(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Say that this rank is done, which is no reason to end the others."""
+        self._done.set()
+        self.join(timeout=POLL_SECONDS)
+        with contextlib.suppress(Exception):
+            self._store.set(f"{self._pulse_key}/{self._ranks.rank}", "-1")
+
+    def _look_for_silent_ranks(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
             return
+        self._next_look = now + PULSE_SECONDS
+        for rank in range(1, self._ranks.size):
+            key = f"{self._pulse_key}/{rank}"
+            pulse = int(self._store.get(key)) if self._store.check([key]) else 0
+            if pulse != self._seen.get(rank, (0, now))[0]:
+                self._seen[rank] = pulse, now
+            elif pulse > 0 and now - self._seen[rank][1] > SILENT_SECONDS:
+                self._store.compare_set(self._key, "", str(rank))
+                _say(
+                    f"rank {rank} has given no sign of life for {SILENT_SECONDS:.0f} s: it was killed, or its node is gone"
+                )
+                return
+
+    def _end(self, why: str) -> None:
+        """End this process, unless its launcher does or an error of a connection to the one that has failed."""
+        self.is_ending = True
+        _say(f"rank {self._ranks.rank} ends: {why}")
+        if self._done.wait(GRACE_SECONDS):
+            return
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _say(text: str) -> None:
+    # In one write, where print makes two, between which another rank may write.
+    sys.stderr.write(f"{text}\n")
 
 
 def show_first_error_only() -> None:
@@ -376,13 +445,14 @@ def show_first_error_only() -> None:
     def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         if not issubclass(kind, Exception):
             shown(kind, value, traceback)
-        elif not _is_first_error():
+            return
+        if not (getattr(value, _IS_FIRST, True) and _is_first(ENDED)):
             time.sleep(GRACE_SECONDS)
-        else:
-            shown(kind, value, traceback)
-            if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                # The store, in which the others see that this one has failed, ends with this process.
-                time.sleep(GRACE_SECONDS + 2 * POLL_SECONDS)
+            return
+        shown(kind, value, traceback)
+        if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # The store, in which the others see that this one has failed, ends with this process.
+            time.sleep(GRACE_SECONDS + 2 * POLL_SECONDS)
 
     show._shows_first_error_only = True  # type: ignore[attr-defined]
     sys.excepthook = show

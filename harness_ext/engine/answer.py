@@ -443,8 +443,16 @@ class _Pass:
         """Give log-probabilities to all ranks, and what tasks asked for to rank 0."""
         if ranks.is_alone:
             return
-        # Each was read by one rank. -inf is a log-probability.
-        self.log_probs = ranks.sum(np.where(np.isnan(self.log_probs), 0.0, self.log_probs))
+        # Each is read by one rank. -inf is a log-probability.
+        is_read = ~np.isnan(self.log_probs)
+        count = ranks.sum(is_read.astype(np.int64))
+        if len(bad := np.flatnonzero(count != 1)):
+            sequence = int(np.searchsorted(self.starts, bad[0], side="right")) - 1
+            raise RuntimeError(
+                f"{self._where(sequence)} was read out by {count[bad[0]]} ranks and not by one, like {len(bad)} "
+                "log-probabilities: a fault of harness_ext, please report it with the command line."
+            )
+        self.log_probs = ranks.sum(np.where(is_read, self.log_probs, 0.0))
         self.states.to_first(self.finished, ranks)
 
     def _where(self, sequence: int) -> str:
@@ -687,6 +695,12 @@ def _split_to_memory(
     except RuntimeError as err:
         if not is_out_of_memory(err) or (len(batch) == 1 and len(batch[0].sequences) == 1):
             raise
+        if model.is_spread:
+            raise RuntimeError(
+                f"A batch of {sum(len(tree.sequences) for tree in batch)} prompts does not fit the memory, and cannot be "
+                "split where weights are spread over processes, which have begun the same pass: give a smaller --batch_size, "
+                "a number of prompts."
+            ) from err
     else:
         yield found
         return

@@ -195,7 +195,9 @@ def _batch_limits(lm: Any) -> tuple[int, int]:
 def _last_state_model(lm: Any) -> Any:
     from harness_ext.engine.forward import LastStateModel
 
-    return LastStateModel(_module(lm), device=lm.device, autocast_dtype=lm.mixed_precision_dtype)
+    return LastStateModel(
+        _module(lm), device=lm.device, autocast_dtype=lm.mixed_precision_dtype, is_spread=hasattr(lm, LOCKSTEP)
+    )
 
 
 def _open_store(lm: Any) -> tuple[Any, str | None]:
@@ -284,6 +286,13 @@ def _no_states(lm: Any, task: str) -> TypeError:
     )
 
 
+def _tensor_parallel(task: str) -> TypeError:
+    return TypeError(
+        f"{task}: the model's matrices are split over processes (tp_plan), which harness_ext does not support. A model that is "
+        "too large for one device runs in one process with --model_args parallelize=True, or under accelerate's FSDP."
+    )
+
+
 def _checked(evaluate: Any) -> Any:
     """Wrap lm_eval's `evaluate`: check first, and say afterwards what the engine did."""
 
@@ -297,6 +306,8 @@ def _checked(evaluate: Any) -> Any:
             for name, task in tasks.items():
                 if getattr(task, "NEEDS_STATES", False) and not gives_states(lm):
                     raise _no_states(lm, str(name))
+                if hasattr(task, "evaluate_all") and _is_tensor_parallel(_module(model)):
+                    raise _tensor_parallel(str(name))
                 # The windows of a corpus are made of the model's tokens, so such a task has its documents from here on.
                 if hasattr(task, "cut_windows"):
                     task.cut_windows(lm)
@@ -330,10 +341,7 @@ def _known_to(model: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _find_ranks(lm: Any) -> Ranks:
-    """The processes that share the work of a model: those that accelerate has started, each with the whole model.
-
-    Processes of a tensor-parallel model (`tp_plan`) have no accelerator: each does the whole work, together with the others.
-    """
+    """The processes that share the work of a model: those that accelerate has started, each with the whole model."""
     accelerator = getattr(lm, "accelerator", None)
     if accelerator is not None and accelerator.num_processes > 1:
         # lm_eval has the index on the node.
@@ -413,6 +421,15 @@ def _is_spread(module: torch.nn.Module) -> bool:
 
     of_fsdp = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in module.modules())
     return of_fsdp or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _is_tensor_parallel(module: torch.nn.Module | None) -> bool:
+    """Whether matrices are split over processes, each of which computes a part of every product."""
+    if module is None or not torch.distributed.is_initialized() or _is_spread(module):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _dummy_pass(lm: Any, module: torch.nn.Module) -> None:

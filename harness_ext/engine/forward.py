@@ -89,12 +89,21 @@ class LastStateModel:
         model: A transformers causal LM, or a PEFT model around one, in eval mode.
         device: Where token ids are put; a model spread by `device_map` takes it from there.
         autocast_dtype: Mixed-precision dtype that lm_eval was asked for, or None.
+        is_spread: Whether other processes hold parts of its weights and make each pass with this one. A pass that fails half
+            way leaves them waiting, so nothing is tried that may fail.
 
     Raises:
         TypeError: If the model has no output embedding.
     """
 
-    def __init__(self, model: nn.Module, *, device: torch.device, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None = None,
+        is_spread: bool = False,
+    ) -> None:
         head = model.get_output_embeddings()
         if head is None:
             raise TypeError(f"{type(model).__name__}.get_output_embeddings() is None, so it has no f(s).")
@@ -102,6 +111,7 @@ class LastStateModel:
         self._head = head
         self._autocast_dtype = autocast_dtype
         self._device = device
+        self.is_spread = is_spread
         self._config = model.config.get_text_config()
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._parameters = inspect.signature(inner.forward).parameters
@@ -147,7 +157,7 @@ class LastStateModel:
                 found = ways[way](batch, token_ids, features)
             except (TypeError, ValueError, IndexError, RuntimeError) as err:
                 # A model of foreign code may not know such masks or caches; what was exact once does not fail for that.
-                if known or is_out_of_memory(err):
+                if known or self.is_spread or is_out_of_memory(err):
                     raise
                 logger.info("%s: %s prompts failed (%s).", type(self._model).__name__, way, err)
                 found = None

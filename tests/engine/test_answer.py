@@ -7,8 +7,9 @@ import gc
 import pickle
 import random
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +22,14 @@ from harness_ext.engine.answer import answer_requests
 from harness_ext.engine.forward import LastStateModel
 from harness_ext.engine.store import FeatureStore
 from harness_ext.engine.tokens import PromptEncoder
+from harness_ext.ranks import Ranks
 
 F = Feature()
 MEANS = Feature(mixture=CONDITIONAL_MEAN)
 WORDS = (" great", " terrible", " outstanding work")
 
 
-def run(texts: Sequence[str], requests: Sequence[PromptRequest], *, store: Path | None = None, **limits: int):
+def run(texts: Sequence[str], requests: Sequence[PromptRequest], *, store: Path | None = None, **limits: Any):
     model = tiny_model("gpt2")
     return answer_requests(
         texts,
@@ -199,3 +201,26 @@ def test_a_pass_that_was_broken_off_ends_with_the_very_numbers(
             assert one == other
             for feature in request.features:
                 assert np.array_equal(one.source.take([one.row], feature), other.source.take([other.row], feature))
+
+
+class Halves(Ranks):
+    """Rank 0 of two of which the other computes nothing."""
+
+    def share(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+    def gather_flags(self, flags: np.ndarray) -> np.ndarray:
+        return np.stack([flags, flags])
+
+    def counter(self) -> Callable[[int], int]:
+        return lambda number: 2
+
+
+def test_log_probabilities_that_no_rank_has_read_are_an_error_and_not_zero(monkeypatch) -> None:
+    monkeypatch.setattr(answer_module, "READOUT_ROWS", 4)
+    texts = texts_of(10_000)[::250]
+    with pytest.raises(RuntimeError, match="read out by 0 ranks and not by one"):
+        run(texts, [PromptRequest(WORDS[:1])] * 40, max_rows=4, ranks=Halves(0, 2))

@@ -24,12 +24,12 @@ SINGLE = (" the", " is", " movie", " ,")  # one token each
 FEATURES = (Feature(), Feature(1), Feature(0), Feature(-1, "mean"), Feature("last", "mean"))
 
 
-def run(model, requests=None, *, texts=TEXTS, max_rows: int | None = 3, max_length: int = 128):
+def run(model, requests=None, *, texts=TEXTS, max_rows: int | None = 3, max_length: int = 128, is_spread=False):
     requests = requests or [PromptRequest(WORDS, FEATURES)] * len(texts)
     return answer_requests(
         texts,
         requests,
-        model=LastStateModel(model, device=torch.device("cpu")),
+        model=LastStateModel(model, device=torch.device("cpu"), is_spread=is_spread),
         encoder=PromptEncoder(tiny_tokenizer(), max_length=max_length, add_special_tokens=None, prefix_token_id=0),
         store=None,
         max_rows=max_rows,
@@ -302,6 +302,24 @@ def test_out_of_memory_halves_the_batch(caplog: pytest.LogCaptureFixture, monkey
     assert "does not fit the memory" in caplog.text
     for answer, reference in zip(found, expected, strict=True):
         assert answer.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("no such mask"), "no such mask"),
+        (torch.OutOfMemoryError("out of memory"), "does not fit the memory, and cannot be split .* --batch_size"),
+    ],
+)
+def test_a_pass_that_other_processes_have_begun_too_is_not_tried_again(error, expected, monkeypatch) -> None:
+    model = tiny_model("gpt2")
+
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(model.transformer, "forward", fails)
+    with pytest.raises((ValueError, RuntimeError), match=expected):
+        run(model, [PromptRequest(WORDS)] * len(SWEEP), texts=SWEEP, is_spread=True)
 
 
 def test_peft_adapters_count() -> None:

@@ -1,7 +1,8 @@
 """Runs jobs of several processes, as a launcher would: `python jobs.py SPEC.json`.
 
 The spec is a list of jobs, run one after the other: `size` processes, the `arguments` of `harness-ext run`, their `environment`
-({rank} is the rank), where they `write` what they print, and what `fails`. Processes are forks of this one, which has imported
+({rank} is the rank), where they `write` what they print, what `fails`, and the arguments of an evaluation before
+whose error it `catches`. Processes are forks of this one, which has imported
 what takes seconds. They meet like those of a launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...), and nothing ends them when one of
 them ends, so that they have to do it themselves. Prints as JSON, for each job, exit statuses and seconds.
 """
@@ -12,6 +13,7 @@ import faulthandler
 import functools
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -84,7 +86,7 @@ def observe(folder: Path, rank: int) -> None:
 
 
 def make_fail(where: str, rank: int) -> None:
-    """Raise in this process, in the second call of a function."""
+    """Raise in this process, or kill it, in the second call of a function."""
     from harness_ext.engine.forward import LastStateModel
     from harness_ext.evaluators import probe
     from harness_ext.flatness import run
@@ -96,6 +98,7 @@ def make_fail(where: str, rank: int) -> None:
     else:
         owner = {
             "forward": (LastStateModel, "states"),
+            "killed": (LastStateModel, "states"),
             "fit": (probe, "fit_probes"),
             "flatness": (run, "fisher_traces"),
         }[where]
@@ -105,6 +108,8 @@ def make_fail(where: str, rank: int) -> None:
     @functools.wraps(original)
     def fail(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == (0 if where in ("fit", "flatness") else 1):
+            if where == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"rank {rank} fails on purpose in {where}")
         return original(*args, **kwargs)
 
@@ -139,13 +144,32 @@ def work(job: dict[str, Any], rank: int) -> None:
     prepare(job, rank)
     import torch
 
+    from harness_ext import ranks
     from harness_ext.cli import main
 
     torch.set_num_threads(1)
+    # Counted from a sign of life that comes twice a second; what these jobs compute takes less.
+    ranks.PULSE_SECONDS, ranks.SILENT_SECONDS = 1.0, 8.0
+    if job.get("catches"):
+        fail_and_catch(job["catches"])
     status = main(["run", *job["arguments"]])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def fail_and_catch(arguments: dict[str, Any]) -> None:
+    """An evaluation that fails on all ranks and whose error is caught, as a script with several evaluations may do."""
+    import lm_eval
+    import lm_eval.tasks
+
+    from harness_ext import plugin
+
+    plugin.install()
+    try:
+        lm_eval.simple_evaluate(**arguments)
+    except RuntimeError as err:
+        print(f"caught: {err}", flush=True)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -177,6 +178,18 @@ def jobs(world: Path) -> dict[str, Job]:
     for where, ranks in (("forward", [1]), ("fit", [0]), ("requests", [0, 1]), ("flatness", [1])):
         spec.add(f"fails in {where}", 2, fails={"where": where, "ranks": ranks})
     spec.add("fails in options", 2, metadata={"prompt": "sst/nothing"})
+    spec.add("killed", 3, "natural_sst", fails={"where": "killed", "ranks": [1]})
+    before = {"model": "hf", "model_args": f"pretrained={world / 'gpt2'}", "device": "cpu", "tasks": ["natural_sst"]}
+    spec.add(
+        "after a caught error", 2, "natural_sst,quad_sst", fails={"where": "requests", "ranks": [0, 1]}, catches=before
+    )
+    shutil.copytree(world / "data", world / "of 0")
+    shutil.copytree(world / "data", world / "of 1")
+    write_split(world / "of 1" / "Salesforce" / "wikitext", "test", [{"text": "the film is bad"}] * 30)
+    write_split(world / "of 1" / "SetFit" / "sst2", "test", [{"text": "it was good", "label": 1}] * 80)
+    for task in ("natural_sst", "loss_wikitext", "flatness_wikitext"):
+        spec.add(f"other data, {task}", 2, task)
+        spec.jobs[-1]["environment"]["HARNESS_EXT_DATA"] = str(world / "of {rank}")
     path = world / "spec.json"
     path.write_text(json.dumps(spec.jobs))
     script = Path(__file__).with_name("jobs.py")
@@ -298,9 +311,38 @@ def test_a_rank_that_fails_ends_all_and_its_error_is_shown_once(jobs: dict[str, 
     assert job.statuses == [1, 1]
     assert max(job.seconds) < SECONDS
     shown = job.errors(0) + job.errors(1)
-    assert shown.count("Traceback (most recent call last)") == 1
-    expected = "unknown prompt 'sst/nothing'" if where == "options" else f"fails on purpose in {where}"
-    assert len(re.findall(rf"Error: .*{expected}", shown)) == 1
+    if where == "options":  # what the user can put right is one line
+        assert shown.count("Traceback (most recent call last)") == 0
+        assert len(re.findall("error: .*unknown prompt 'sst/nothing'", shown)) == 1
+    else:
+        assert shown.count("Traceback (most recent call last)") == 1
+        assert len(re.findall(rf"Error: .*fails on purpose in {where}", shown)) == 1
+    assert not list(job.folder.rglob("results_*.json"))
+
+
+def test_a_rank_that_is_killed_ends_all_without_a_launcher_that_does(jobs: dict[str, Job]) -> None:
+    job = jobs["killed"]
+    assert job.statuses == [1, -9, 1]
+    assert job.errors(0).count("rank 1 has given no sign of life for 8 s") == 1
+    assert [job.errors(rank).count(f"rank {rank} ends: rank 1 has failed") for rank in (0, 2)] == [1, 1]
+    assert not any("Traceback" in job.errors(rank) for rank in (0, 2))
+    assert not list(job.folder.rglob("results_*.json"))
+
+
+def test_an_error_that_was_caught_does_not_end_the_next_evaluation(jobs: dict[str, Job]) -> None:
+    job = jobs["after a caught error"]
+    assert [(job.folder / f"{rank}.out").read_text().count("caught: rank") for rank in (0, 1)] == [1, 1]
+    same(job, jobs["no store"], beside={"config"})
+
+
+@pytest.mark.parametrize(
+    ("task", "what"), [("natural_sst", "prompts"), ("loss_wikitext", "windows"), ("flatness_wikitext", "blocks")]
+)
+def test_ranks_that_have_other_data_are_told_so(jobs: dict[str, Job], task: str, what: str) -> None:
+    job = jobs[f"other data, {task}"]
+    assert job.statuses == [1, 1]
+    shown = job.errors(0) + job.errors(1)
+    assert shown.count(f"Rank 1 of 2 has other {what} than rank 0") == 1
     assert not list(job.folder.rglob("results_*.json"))
 
 
