@@ -7,7 +7,8 @@ and has no states: `attach` also wraps `lm_eval.evaluator.evaluate`, which is wh
 together, so that a task that needs states stops there, before any model work. The wrapper adds what the engine did, and what
 our tasks have to say together, to the results as `results["harness_ext"]`. Last, lm_eval gives a standard error to a fixed
 list of aggregations only; `attach` lets an aggregation bring its own. And where lm_eval cannot save results it only logs a
-warning and ends with status 0; results of ours that are not there afterwards are an error.
+warning and ends with status 0; results of ours that are not there afterwards are an error, and so is a path that cannot be
+written to, before the run.
 
 Where accelerate or torchrun has started several processes, the wrapper gives the model its place among all of them, which
 lm_eval leaves out on the CPU and takes for that on its node elsewhere; `ranks` says how the work is shared.
@@ -25,7 +26,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,7 @@ def attach() -> None:
     setattr(LM, FLATNESS_REQUEST_TYPE, window_flatness)
     evaluator.evaluate = _checked(evaluator.evaluate)
     evaluator_utils.stderr_for_metric = _with_own_stderr(evaluator_utils.stderr_for_metric)
+    EvaluationTracker.__init__ = _remembered(EvaluationTracker.__init__)
     EvaluationTracker.save_results_aggregated = _checked_results(EvaluationTracker.save_results_aggregated)
     EvaluationTracker.save_results_samples = _checked_samples(EvaluationTracker.save_results_samples)
 
@@ -303,6 +306,8 @@ def _checked(evaluate: Any) -> Any:
         ranks = _find_ranks(model)
         summaries: list[dict[str, Any]] = []
         with end_together(ranks), _known_to(model, {SUMMARIES: summaries, CACHE: lm, RANKS: ranks}):
+            if ranks.is_first and any(hasattr(task, "evaluate_all") for task in tasks.values()):
+                _check_output_path()
             for name, task in tasks.items():
                 if getattr(task, "NEEDS_STATES", False) and not gives_states(lm):
                     raise _no_states(lm, str(name))
@@ -465,6 +470,36 @@ def _with_own_stderr(stderr_for_metric: Any) -> Any:
         return of_items
 
     return stderr
+
+
+_newest_tracker: Callable[[], Any] = lambda: None  # noqa: E731
+"""What will save the results of the run that starts next, if that is known and still there."""
+
+
+def _remembered(init: Any) -> Any:
+    """Wrap the tracker's `__init__`: the newest one is known before its run starts."""
+
+    @functools.wraps(init)
+    def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _newest_tracker
+        init(self, *args, **kwargs)
+        _newest_tracker = weakref.ref(self)
+
+    return remembered
+
+
+def _check_output_path() -> None:
+    """Raise before hours of work where the results could not be saved for sure."""
+    output = getattr(_newest_tracker(), "output_path", None)
+    if not output:
+        return
+    path = Path(output).absolute()
+    folders = path.parents if path.suffix == ".json" else (path, *path.parents)
+    there = next(folder for folder in folders if folder.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return
+    why = "may not be written to" if there.is_dir() else "is no folder"
+    raise OSError(f"--output_path {output}: {there} {why}. Give another path; nothing was computed yet.")
 
 
 def _checked_results(save: Any) -> Any:

@@ -18,6 +18,7 @@ from worlds import World, a_world, reviews, write_split
 
 from harness_ext.cli import main
 from harness_ext.engine.attach import attach
+from harness_ext.engine.forward import LastStateModel
 
 RUNS = """
 import os, sys, threading
@@ -166,13 +167,28 @@ def test_results_of_others_are_left_to_lm_eval(tmp_path: Path) -> None:
     EvaluationTracker().save_results_aggregated(results=ours(), samples=None)  # asked to save nothing
 
 
+@pytest.mark.parametrize("when", ["before the run", "in the run"])
 def test_a_run_whose_results_cannot_be_saved_fails(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    when: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
+    computed = []
+    compute = LastStateModel.states
+
+    def states(*args: Any) -> Any:
+        computed.append(args)
+        (tmp_path / "file").write_text("")
+        return compute(*args)
+
+    monkeypatch.setattr(LastStateModel, "states", states)
+    if when == "before the run":
+        (tmp_path / "file").write_text("")
     output = tmp_path / "file" / "out"
     assert main(arguments(world, "natural_sst", output)) == 1
     captured = capsys.readouterr()
     *_, last = captured.err.strip().splitlines()
-    assert f"--output_path {output}: the results could not be saved completely" in last
-    assert "natural_sst" in captured.out
+    if when == "before the run":
+        assert f"--output_path {output}: {tmp_path / 'file'} is no folder. Give another path" in last
+        assert not computed
+    else:
+        assert f"--output_path {output}: the results could not be saved completely" in last
+        assert "natural_sst" in captured.out
