@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness_ext.leaderboard import compare
-from harness_ext.leaderboard.contracts import Column, Flatness, Loss, LossGroup, Metric, Model, Score, Vector
+from harness_ext.leaderboard.contracts import Column, Flatness, Lab, Loss, LossGroup, Metric, Model, Score, Vector
 
 
 def column(
@@ -40,6 +42,22 @@ def column(
 
 def score(model: str, of: str, value: float | None, stderr: float | None = 0.01) -> Score:
     return Score(model, of, {"acc": Metric(value, stderr)}, None, 100, None, ())
+
+
+LAB = Lab(
+    run="run",
+    algorithm="adamw",
+    algorithm_settings={},
+    objective="cross_entropy",
+    seed=0,
+    step=1,
+    tokens_seen=1,
+    language="hmm",
+    language_sha256="0" * 64,
+    architecture={},
+    excess=Metric(0.1, None),
+    validation_loss=Metric(1.0, None),
+)
 
 
 def model(name: str, size: int | None = 1_000_000) -> Model:
@@ -272,10 +290,17 @@ def test_too_few_models_have_no_correlation_and_a_constant_has_a_reason() -> Non
 
 
 def correlated(
-    sizes: list[int | None], values: list[float], *, stderr: float | None = 0.01, groups: tuple[LossGroup, ...] = ()
+    sizes: list[int | None],
+    values: list[float],
+    *,
+    stderr: float | None = 0.01,
+    groups: tuple[LossGroup, ...] = (),
+    runs: Sequence[int] | None = None,
 ) -> compare.Correlation:
-    """Models m0, m1, … with traces that fall as scores rise."""
+    """Models m0, m1, … with traces that fall as scores rise; `runs` are their training runs in the lab."""
     rows = [model(f"m{place}", size) for place, size in enumerate(sizes)]
+    if runs is not None:
+        rows = [replace(row, lab=replace(LAB, run=f"run {run}")) for row, run in zip(rows, runs, strict=True)]
     (found,) = compare.correlations(
         rows,
         [column("c1")],
@@ -317,6 +342,17 @@ def test_flatness_compares_among_models_of_the_commonest_size() -> None:
         (one,),
     )
     assert [of.value for of in of_flatness(alone[0])] == [of.value for of in of_flatness(found)]
+
+
+def test_checkpoints_of_one_run_are_no_independent_models() -> None:
+    values = [0.5 + place / 100 for place in range(12)]
+    sizes: list[int | None] = [5] * 12
+    of_runs = correlated(sizes, values, runs=[place // 3 for place in range(12)])
+    apart = correlated(sizes, values, runs=range(12))
+    for coefficient in ("loss_downstream", "flatness_downstream"):
+        # Of the 4! orders of four runs, each with its checkpoints in order, one is as strong.
+        assert getattr(of_runs, coefficient).p_value == pytest.approx(1 / 24)
+        assert getattr(apart, coefficient).p_value < 0.001
 
 
 @pytest.mark.parametrize(
