@@ -1,17 +1,19 @@
 """Kills evaluations at random moments and runs them again: is anything lost?
 
-    python benchmarks/kills.py [--kills 50] [--ranks 1] [--seed 0] [--tasks natural_sst probe_sst quad_sst] [--json FILE]
+    python benchmarks/kills.py [--kills 50] [--ranks 1] [--seed 0] [--tasks natural_sst flatness_wikitext ...] [--json FILE]
 
-A small random GPT-2, slowed down to `--batch_seconds` a batch, is evaluated on made-up documents without interruption; that run
-is the reference. Then, as often as asked, with an empty store each time: a run is killed at a random moment by SIGKILL, SIGTERM
-or an interrupt from the keyboard in turns, and the same run is started again and left alone. The moment is uniform over the
-time that a run takes, or with `--during forwards` over its batches and the time of a batch. With several ranks one of them,
-drawn at random, gets the signal, and the others are ended by SIGTERM when it is gone, as torchrun does.
+A small random GPT-2, slowed down to `--batch_seconds` a batch, is evaluated on made-up documents and a made-up corpus without
+interruption; that run is the reference. Then, as often as asked, with an empty store each time: a run is killed at a random
+moment by SIGKILL, SIGTERM or an interrupt from the keyboard in turns, and the same run is started again and left alone. The
+moment is uniform over the time that a run takes, or with `--during forwards` over its batches and the time of a batch. With
+several ranks one of them, drawn at random, gets the signal, and the others are ended by SIGTERM when it is gone, as torchrun
+does.
 
-For each kill there is a line: the signal; the moment; how many prompts had been handed to the model (batches begun, all ranks);
-how many there were in the batches that were under way, the last of each rank; how many the second run forwarded again; and the
-largest difference between any number of the second run's results and the reference. The exit status is 1 if a run did not end
-well, a number differs by more than `--tolerance`, or more was forwarded again than was under way.
+For each kill there is a line: the signal; the moment; how many prompts, windows and blocks had been handed to the model
+(batches begun, all ranks); how many there were in the batches that were under way, the last of each rank; how many the second
+run computed again; and the largest difference between any number of the second run's results and the reference. The exit
+status is 1 if a run did not end well, a number differs by more than `--tolerance`, or more was computed again than was under
+way.
 
 Every run is a process of its own, forked from one that has imported everything.
 """
@@ -31,7 +33,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,11 @@ from typing import Any
 import torch
 
 DATASET = "SetFit/sst2"
+CORPUS = "Salesforce/wikitext"
 CUES = (("bad", "dull", "awful", "terrible"), ("good", "fine", "fun", "great"))
 FILLERS = [f"w{i}" for i in range(80)]
 OTHER_WORDS = ["This", "movie", "is", "N/A", "[MASK]"]
+TASKS = ["natural_sst", "probe_sst", "quad_sst", "loss_wikitext", "flatness_wikitext"]
 BATCH_SIZE = 8
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VOLATILE = {
@@ -67,9 +71,9 @@ class Outcome:
     Attributes:
         signal: Its name.
         moment: Seconds after the start.
-        begun: Prompts of all batches begun before the end.
-        under_way: Prompts of the last batch of each rank.
-        lost: Prompts begun that the second run forwarded again.
+        begun: Prompts, windows and blocks of all batches begun before the end.
+        under_way: Those of the last batch of each rank.
+        lost: Those begun that the second run computed again.
         difference: Largest difference of a number from the reference; infinite where the results have another form.
         ended: Whether the second run ended well.
     """
@@ -95,6 +99,10 @@ def write_documents(mirror: Path, *, train: int, test: int) -> None:
             words.insert(rng.randrange(len(words)), rng.choice(CUES[i % 2]))
             rows.append({"text": " ".join(words), "label": i % 2})
         (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    corpus = mirror / CORPUS
+    corpus.mkdir(parents=True)
+    lines = [json.dumps({"text": " ".join(rng.choices(FILLERS, k=40))}) for _ in range(30)]
+    (corpus / "test.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def write_model(folder: Path) -> None:
@@ -119,21 +127,28 @@ def write_model(folder: Path) -> None:
 
 
 def log_batches(path: Path, batch_seconds: float) -> None:
-    """Let the model write a line before each batch, and take its time for it."""
+    """Let the model write a line before each batch of prompts, windows or blocks, and take its time for it."""
+    from harness_ext.engine import losses
     from harness_ext.engine.forward import LastStateModel
+    from harness_ext.flatness.run import _Work
 
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    states = LastStateModel.states
 
-    def logged(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        count = sum(len(tree.sequences) for tree in batch)
-        os.write(descriptor, f"begin {count}\n".encode())
-        time.sleep(batch_seconds / 2)
-        found = states(self, batch, *args, **kwargs)
-        time.sleep(batch_seconds / 2)
-        return found
+    def slow(owner: Any, name: str, size: Callable[..., int]) -> None:
+        compute = getattr(owner, name)
 
-    LastStateModel.states = logged  # type: ignore[method-assign]
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            os.write(descriptor, f"begin {size(*args)}\n".encode())
+            time.sleep(batch_seconds / 2)
+            found = compute(*args, **kwargs)
+            time.sleep(batch_seconds / 2)
+            return found
+
+        setattr(owner, name, logged)
+
+    slow(LastStateModel, "states", lambda model, batch, *_: sum(len(tree.sequences) for tree in batch))
+    slow(losses, "_nats_of_batch", lambda windows, *_: len(windows))
+    slow(_Work, "do", lambda work, piece: len(piece.blocks))
 
 
 def evaluate(model: Path, tasks: Sequence[str], output: Path) -> None:
@@ -147,7 +162,12 @@ def evaluate(model: Path, tasks: Sequence[str], output: Path) -> None:
     manager = TaskManager(
         include_path=str(resources.task_configs_folder()),
         include_defaults=False,
-        metadata={"pretrained": str(model), "probe": {"n_train": 120, "num_folds": 3, "c_grid": [0.01, 1.0]}},
+        metadata={
+            "pretrained": str(model),
+            "probe": {"n_train": 120, "num_folds": 3, "c_grid": [0.01, 1.0]},
+            "flatness": {"max_blocks": 20, "lambda_blocks": 2},
+            "block_tokens": 16,
+        },
     )
     tracker = EvaluationTracker(output_path=str(output))
     results = evaluator.simple_evaluate(
@@ -242,13 +262,13 @@ class Job:
         self.wait()
 
     def counts(self, rank: int) -> list[int]:
-        """Prompts of the batches that a rank has begun."""
+        """Sizes of the batches that a rank has begun."""
         log = self.logs[rank]
         lines = log.read_text().split("\n")[:-1] if log.exists() else []
         return [int(line.split()[1]) for line in lines if line.startswith("begin")]
 
     def batches(self) -> tuple[int, int]:
-        """Prompts of the batches begun, and of the last one of each rank."""
+        """Sum over the batches begun, and over the last one of each rank."""
         of_ranks = [self.counts(rank) for rank in range(len(self.logs))]
         return sum(map(sum, of_ranks)), sum(counts[-1] for counts in of_ranks if counts)
 
@@ -290,12 +310,6 @@ def largest_difference(results: Mapping[str, Any] | None, reference: Mapping[str
     return max(abs(found[place] - expected[place]) for place in expected)
 
 
-def engine_counts(results: Mapping[str, Any]) -> dict[str, int]:
-    """Sums over the passes of a run."""
-    passes = results["harness_ext"]["passes"]
-    return {name: sum(int(one[name]) for one in passes) for name in ("forwarded", "from_store")}
-
-
 def kill_once(
     start: Any,
     number: int,
@@ -305,6 +319,7 @@ def kill_once(
     by: signal.Signals,
     victim: int,
     reference: Mapping[str, Any],
+    total: int,
 ) -> Outcome | None:
     """Kill a run some seconds after its victim's batch of a number began, or its start for 0, and run it again.
 
@@ -327,7 +342,7 @@ def kill_once(
     second.wait()
     ended = not any(second.statuses.values())
     results = second.results() if ended else None
-    lost = begun - engine_counts(results)["from_store"] if results is not None else begun
+    lost = begun + second.batches()[0] - total if ended else begun
     outcome = Outcome(
         by.name,
         round(moment - started, 3),
@@ -351,7 +366,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, nargs=2, default=[400, 160], metavar=("TRAIN", "TEST"))
     parser.add_argument("--during", choices=["run", "forwards"], default="run")
     parser.add_argument("--batch_seconds", type=float, default=0.02)
-    parser.add_argument("--tasks", nargs="+", default=["natural_sst", "probe_sst", "quad_sst"])
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     args = parser.parse_args()
@@ -392,10 +407,10 @@ def main() -> int:
                 print(undisturbed.messages.read_text(errors="replace")[-4000:], file=sys.stderr)
                 return 1
         assert reference is not None, "checked above"
-        counts = engine_counts(reference)
+        total, _ = undisturbed.batches()
         print(
-            f"undisturbed: {min(seconds):.1f} s, {counts['forwarded']} prompts forwarded in batches of at most "
-            f"{BATCH_SIZE} rows, {len(dict(numbers(reference)))} numbers"
+            f"undisturbed: {min(seconds):.1f} s, {total} prompts, windows and blocks in batches of at most {BATCH_SIZE} rows, "
+            f"{len(dict(numbers(reference)))} numbers"
         )
         print(f"{'signal':8} {'at s':>6} {'begun':>6} {'under way':>9} {'lost':>5} {'difference':>10}")
         while len(outcomes) < args.kills:
@@ -409,6 +424,7 @@ def main() -> int:
                 by=SIGNALS[len(outcomes) % len(SIGNALS)],
                 victim=victim,
                 reference=reference,
+                total=total,
             )
             if outcome is None:
                 shutil.rmtree(folder / f"killed{len(outcomes)}.cache", ignore_errors=True)
@@ -426,16 +442,14 @@ def main() -> int:
         for outcome in outcomes
         if outcome.ended and outcome.difference <= args.tolerance and outcome.lost <= outcome.under_way
     ]
-    during = [outcome for outcome in outcomes if 0 < outcome.begun < counts["forwarded"]]
+    during = [outcome for outcome in outcomes if 0 < outcome.begun < total]
     print(
         f"{len(good)} of {len(outcomes)} good; {len(during)} during the forwards; lost at most "
-        f"{max(outcome.lost for outcome in outcomes)} prompts; largest difference "
+        f"{max(outcome.lost for outcome in outcomes)}; largest difference "
         f"{max(outcome.difference for outcome in outcomes):.1e}"
     )
     if args.json is not None:
-        args.json.write_text(
-            json.dumps({"forwarded": counts["forwarded"], "outcomes": [asdict(outcome) for outcome in outcomes]})
-        )
+        args.json.write_text(json.dumps({"total": total, "outcomes": [asdict(outcome) for outcome in outcomes]}))
     return int(len(good) < len(outcomes))
 
 

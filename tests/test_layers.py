@@ -26,7 +26,7 @@ LAYERS = (
         "plugin",
         "scaffold",
     },
-    {"engine.readout", "engine.gradients", "engine.fingerprint", "engine.quad_head"},
+    {"engine.readout", "engine.gradients", "engine.fingerprint", "engine.kept", "engine.quad_head"},
     {"engine.forward"},
     {"engine.answer", "engine.losses"},
     {"engine.label_words"},

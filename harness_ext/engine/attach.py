@@ -154,6 +154,7 @@ def window_flatness(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]
 
     The windows of a task are one run, in the order of the requests.
     """
+    from harness_ext.engine.kept import KeptResults
     from harness_ext.flatness.options import FlatnessOptions
     from harness_ext.flatness.run import Block, measure
 
@@ -168,19 +169,25 @@ def window_flatness(lm: Any, requests: Sequence[Instance]) -> list[WindowAnswer]
     for request, window in zip(requests, asked, strict=True):
         of_tasks.setdefault(str(request.task_name), []).append(window)
     runs = {}
-    for task, windows in of_tasks.items():
-        options: dict[str, Any] = dict(windows[0].options or {})
-        options |= {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-        # A window is asked for as often as the task's `repeats` say.
-        blocks = {window.number: Block(window.tokens, window.targets, window.number) for window in windows}
-        runs[task] = measure(
-            model.model,
-            list(blocks.values()),
-            FlatnessOptions(**options),
-            device=model.device,
-            max_tokens=BACKWARD_TOKENS,
-            ranks=_ranks(model),
-        )
+    store, _ = _open_store(model)
+    try:
+        for task, windows in of_tasks.items():
+            options: dict[str, Any] = dict(windows[0].options or {})
+            options |= {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+            # A window is asked for as often as the task's `repeats` say.
+            blocks = {window.number: Block(window.tokens, window.targets, window.number) for window in windows}
+            runs[task] = measure(
+                model.model,
+                list(blocks.values()),
+                FlatnessOptions(**options),
+                device=model.device,
+                max_tokens=BACKWARD_TOKENS,
+                ranks=_ranks(model),
+                kept=KeptResults(store, "flatness") if store is not None else None,
+            )
+    finally:
+        if store is not None:
+            store.close()
     answers = []
     for request, window in zip(requests, asked, strict=True):
         run = runs[str(request.task_name)]

@@ -6,16 +6,19 @@ trace of SmolLM2-135M differs by about 100 % from sentence to sentence, which no
 
 Several processes, each with the whole model, share the blocks of a round, and one of them takes `lambda_max`, which is not cut
 into parts: its products would have to be summed over processes, vectors as large as the model.
+
+Results of batches of blocks are kept as soon as they are there, so that a run that was killed goes on where it was.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +35,9 @@ from harness_ext.ratio import Ratio, ratio_of_sums
 __all__ = ["Block", "FlatnessRun", "measure"]
 
 logger = logging.getLogger("lm_eval.harness_ext.flatness")
+
+ESTIMATORS = 1
+"""Goes up with every change of the estimators' numbers, so that none is taken from a store in which older ones lie."""
 
 LAMBDA_TOLERANCE = 0.01
 LAMBDA_ITERATIONS = 50
@@ -64,6 +70,16 @@ class FlatnessRun(NamedTuple):
     report: dict[str, Any]
 
 
+class Kept(Protocol):
+    """Where results outlive a process; see `engine.kept`."""
+
+    def find(self, questions: Sequence[str]) -> Sequence[Any | None]:
+        """Results by a text that says what they depend on besides the model; None for those that are not there."""
+
+    def keep(self, question: str, result: Any) -> None:
+        """Keep a result of plain JSON types."""
+
+
 def measure(
     model: nn.Module,
     blocks: Sequence[Block],
@@ -73,6 +89,7 @@ def measure(
     max_tokens: int,
     progress: bool = True,
     ranks: Ranks = ALONE,
+    kept: Kept | None = None,
 ) -> FlatnessRun:
     """Measure the flatness of a model on blocks, in their order.
 
@@ -84,6 +101,7 @@ def measure(
         max_tokens: Tokens of blocks that go through a backward pass at once, at most; a longer block goes alone.
         progress: Whether to show a progress bar with the current estimates.
         ranks: The processes that share the blocks; all call this with the same ones, and all get what was measured.
+        kept: Where results of blocks of this model outlive the process, and are taken from; None: nowhere.
 
     Raises:
         ValueError: If there is no block, or patterns choose no parameter.
@@ -115,7 +133,7 @@ def measure(
     }
     stopped = "max_blocks" if len(chosen) < len(blocks) else "end of corpus"
     with prepared(model, parameters):
-        work = _Work(loss, parameters, options, max_tokens)
+        work = _Work(loss, parameters, options, max_tokens, kept)
         if "hessian_trace" in options.quantities:
             report["difference_step"] = work.choose_step(chosen, ranks)
         total = len(chosen) if work.wants_traces else 0
@@ -212,9 +230,9 @@ class _Accumulated:
 
 
 class _Piece(NamedTuple):
-    """Work that one process does: a batch of blocks for Fisher traces, a block for Hessian traces, or `lambda_max`."""
+    """Work of one process: a batch of blocks for Fisher traces, a block for Hessian traces or their step, or `lambda_max`."""
 
-    kind: Literal["fisher", "hessian", "lambda_max"]
+    kind: Literal["fisher", "hessian", "step", "lambda_max"]
     blocks: tuple[Block, ...]
 
 
@@ -222,9 +240,15 @@ class _Work:
     """Does pieces of a measurement. Results are plain JSON types, since they may be those of another process."""
 
     def __init__(
-        self, loss: PretrainingLoss, parameters: Mapping[str, nn.Parameter], options: FlatnessOptions, max_tokens: int
+        self,
+        loss: PretrainingLoss,
+        parameters: Mapping[str, nn.Parameter],
+        options: FlatnessOptions,
+        max_tokens: int,
+        kept: Kept | None,
     ) -> None:
         self._loss, self._parameters, self._options, self._max_tokens = loss, parameters, options, max_tokens
+        self._kept = kept
         self._step = 0.0
         self._wants_fisher = not {"fisher_trace", "ggn_trace"}.isdisjoint(options.quantities)
         self._wants_hessian = "hessian_trace" in options.quantities
@@ -238,7 +262,10 @@ class _Work:
         found: dict[str, Any] | None = None
         if ranks.is_first:
             first = min(blocks, key=lambda block: block.number)
-            found = choose_step(self._loss, self._parameters, _batch([first]), seed=self._options.seed)._asdict()
+            (found,) = self.find([_Piece("step", (first,))])
+            if found is None:
+                found = choose_step(self._loss, self._parameters, _batch([first]), seed=self._options.seed)._asdict()
+                self._keep(_Piece("step", (first,)), found)
         chosen: dict[str, Any] = ranks.share(found)[0]
         self._step = chosen["step"]
         return chosen
@@ -280,11 +307,36 @@ class _Work:
         is_last = piece.kind == ("hessian" if self._wants_hessian else "fisher")
         return len(piece.blocks) if is_last else 0
 
+    def find(self, pieces: Sequence[_Piece]) -> list[dict[str, Any] | None]:
+        """What `do` has found for pieces in this or an earlier run; None for those that are still to be done."""
+        if self._kept is None:
+            return [None] * len(pieces)
+        return list(self._kept.find([self._question(piece) for piece in pieces]))
+
     def do(self, piece: _Piece) -> dict[str, Any]:
         """What `_Accumulated.take` takes."""
         if piece.kind == "fisher":
-            return self._fisher(piece.blocks)
-        return self._hessian(piece.blocks[0]) if piece.kind == "hessian" else self._lambda_max(piece.blocks)
+            found = self._fisher(piece.blocks)
+        elif piece.kind == "hessian":
+            found = self._hessian(piece.blocks[0])
+        else:
+            found = self._lambda_max(piece.blocks)
+        self._keep(piece, found)
+        return found
+
+    def _keep(self, piece: _Piece, found: dict[str, Any]) -> None:
+        if self._kept is not None:
+            self._kept.keep(self._question(piece), found)
+
+    def _question(self, piece: _Piece) -> str:
+        """All that a result depends on besides the model."""
+        options = self._options
+        settings: list[Any] = [ESTIMATORS, piece.kind, options.seed, options.include, options.exclude]
+        if piece.kind == "fisher":
+            settings += [sorted({"fisher_trace", "ggn_trace", "scaled"} & set(options.quantities)), options.labels]
+        elif piece.kind == "hessian":
+            settings += ["scaled" in options.quantities, options.probes, self._step]
+        return json.dumps([*settings, [(block.number, [*block.tokens], [*block.targets]) for block in piece.blocks]])
 
     def _fisher(self, group: Sequence[Block]) -> dict[str, Any]:
         options = self._options
@@ -375,12 +427,21 @@ class _Work:
 
 def _results(work: _Work, pieces: Sequence[_Piece], ranks: Ranks, bar: Progress | None) -> Iterator[dict[str, Any]]:
     """Do pieces, each on one rank, and yield all results on every rank, in the order of the pieces."""
-    rank_of = share_out([work.cost(piece) for piece in pieces], ranks.size)
+    known = work.find(pieces)
+    if num_known := sum(result is not None for result in known):
+        logger.info("Flatness: %d of %d results of blocks are in the store.", num_known, len(pieces))
+    where = ranks.gather_flags(np.array([result is not None for result in known], dtype=bool))
+    owners = [np.flatnonzero(where[:, place]).tolist() for place in range(len(pieces))]
+    rank_of = share_out(
+        [0.0 if of_piece else work.cost(piece) for piece, of_piece in zip(pieces, owners, strict=True)],
+        ranks.size,
+        possible=[of_piece or range(ranks.size) for of_piece in owners],
+    )
     done: list[tuple[int, dict[str, Any]]] = []
-    for place, (piece, rank) in enumerate(zip(pieces, rank_of, strict=True)):
+    for place, (piece, rank, found) in enumerate(zip(pieces, rank_of, known, strict=True)):
         if rank != ranks.rank:
             continue
-        result = work.do(piece)
+        result = work.do(piece) if found is None else found
         if bar is not None:
             bar.update(work.counts(piece))
         if ranks.is_alone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,30 @@ def some_blocks(count: int, *, length: int = 6, seed: int = 0) -> list[Block]:
     return [Block(row[:-1].tolist(), row[1:].tolist(), number) for number, row in enumerate(text)]
 
 
-def run(blocks: list[Block], *, model: Any = None, max_tokens: int = 64, **options: Any) -> FlatnessRun:
+class Notes:
+    """Where results outlive a run: in a list, of which only so many may still be made."""
+
+    def __init__(self, left: float = math.inf) -> None:
+        self.results: dict[str, Any] = {}
+        self.left = left
+        self.num_found = self.num_made = 0
+
+    def find(self, questions: Sequence[str]) -> list[Any]:
+        found = [self.results.get(question) for question in questions]
+        self.num_found += sum(result is not None for result in found)
+        return found
+
+    def keep(self, question: str, result: Any) -> None:
+        self.num_made += 1
+        self.left -= 1
+        self.results[question] = json.loads(json.dumps(result))
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def run(
+    blocks: list[Block], *, model: Any = None, max_tokens: int = 64, kept: Notes | None = None, **options: Any
+) -> FlatnessRun:
     options = {"quantities": TRACES, "include": ("*ln_f*", "*wpe*", "*h.1*")} | options
     return measure(
         tiny_model("gpt2") if model is None else model,
@@ -33,7 +57,63 @@ def run(blocks: list[Block], *, model: Any = None, max_tokens: int = 64, **optio
         device=CPU,
         max_tokens=max_tokens,
         progress=False,
+        kept=kept,
     )
+
+
+ALL: dict[str, Any] = {"quantities": (*TRACES, "scaled", "lambda_max"), "lambda_blocks": 2}
+
+
+def same(found: FlatnessRun, expected: FlatnessRun) -> None:
+    assert found.values == expected.values
+    assert {**found.report, "seconds": 0} == {**expected.report, "seconds": 0}
+
+
+@pytest.mark.parametrize("more", [{}, {"rel_stderr": 0.9, "max_blocks": 32}])
+def test_a_run_that_was_broken_off_goes_on_where_it_was(more: dict[str, Any]) -> None:
+    blocks = some_blocks(20)
+    undisturbed = Notes()
+    expected = run(blocks, kept=undisturbed, **ALL, **more)
+    same(run(blocks, **ALL, **more), expected)
+    for left in (1, 2, undisturbed.num_made // 2, undisturbed.num_made):
+        broken = Notes(left)
+        with pytest.raises(KeyboardInterrupt):
+            run(blocks, kept=broken, **ALL, **more)
+        broken.left = math.inf
+        same(run(blocks, kept=broken, **ALL, **more), expected)
+        assert broken.num_made == undisturbed.num_made
+        assert broken.num_found >= left
+
+
+def test_results_on_which_something_else_has_a_bearing_are_not_taken() -> None:
+    blocks = some_blocks(3)
+    kept = Notes()
+    run(blocks, kept=kept)
+    assert kept.num_made == 1 + 1 + 3  # a step, a batch for Fisher traces, three blocks for Hessian traces
+    for change, num_made in (
+        ({"seed": 1}, 5),
+        ({"include": ("*ln_f*",)}, 5),
+        ({"exclude": ("*bias",)}, 5),
+        ({"quantities": (*TRACES, "scaled")}, 4),
+        ({"probes": 2}, 3),
+        ({"labels": "sampled"}, 1),
+        ({"max_tokens": 1}, 3),
+    ):
+        kept.num_made = 0
+        same(run(blocks, kept=kept, **change), run(blocks, **change))
+        assert kept.num_made == num_made, change
+    # More blocks, and a quantity that has no part in the others.
+    more = some_blocks(3) + [block._replace(number=block.number + 3) for block in some_blocks(2, seed=5)]
+    kept.num_made = 0
+    run(more, kept=kept, max_tokens=18, quantities=(*TRACES, "lambda_max"))
+    assert kept.num_made == 1 + 2 + 1  # a batch for Fisher traces, two blocks for Hessian traces, lambda_max
+
+
+def test_results_of_other_tokens_under_the_same_numbers_are_not_taken() -> None:
+    kept = Notes()
+    run(some_blocks(3), kept=kept)
+    other = some_blocks(3, seed=1)
+    same(run(other, kept=kept), run(other))
 
 
 def test_estimates_are_means_over_blocks_with_their_errors() -> None:
