@@ -131,7 +131,8 @@ def test_cells_have_no_markup(text: str) -> None:
 def test_text_that_a_spreadsheet_would_run_is_text(tmp_path: Path) -> None:
     write(tmp_path / "results_1.json", result_file(model='=HYPERLINK("http://evil")'))
     write_exports(board_of(tmp_path), tmp_path / "out")
-    read = next(csv.DictReader((tmp_path / "out" / "leaderboard.csv").open(encoding="utf-8", newline="")))
+    with (tmp_path / "out" / "leaderboard.csv").open(encoding="utf-8", newline="") as file:
+        read = next(csv.DictReader(file))
     assert read["model"] == '\'=HYPERLINK("http://evil")'
 
 
