@@ -370,8 +370,9 @@ class _Watch(threading.Thread):
         self._pulse_key = f"harness_ext/pulse/{evaluation}"
         self._done = threading.Event()
         self.is_ending = False
-        # Of each rank that has given a sign of life, the last one and when it was seen.
-        self._seen: dict[int, tuple[int, float]] = {}
+        # Of each rank, its last sign of life and in how many looks since there was no other. Not seconds since: a job that was
+        # stopped as a whole, as SLURM does, goes on with all ranks silent for as long.
+        self._seen: dict[int, tuple[int, int]] = {}
         self._next_look = 0.0
 
     def run(self) -> None:
@@ -409,9 +410,9 @@ class _Watch(threading.Thread):
         for rank in range(1, self._ranks.size):
             key = f"{self._pulse_key}/{rank}"
             pulse = int(self._store.get(key)) if self._store.check([key]) else 0
-            if pulse != self._seen.get(rank, (0, now))[0]:
-                self._seen[rank] = pulse, now
-            elif pulse > 0 and now - self._seen[rank][1] > SILENT_SECONDS:
+            last, looks = self._seen.get(rank, (0, 0))
+            self._seen[rank] = pulse, looks + 1 if pulse == last else 0
+            if pulse > 0 and self._seen[rank][1] * PULSE_SECONDS >= SILENT_SECONDS:
                 self._store.compare_set(self._key, "", str(rank))
                 _say(
                     f"rank {rank} has given no sign of life for {SILENT_SECONDS:.0f} s: it was killed, or its node is gone"
