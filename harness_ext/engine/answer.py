@@ -329,11 +329,8 @@ class _Pass:
         complete = np.ones(len(self.table), dtype=bool)
         for feature in _sorted(self.states_wanted):
             asked = [sequence for sequence, features in enumerate(self.states_wanted) if feature in features]
-            found, _ = self._stored(feature, asked)
-            missing = np.zeros(len(self.table), dtype=bool)
-            missing[asked] = True
-            missing[found] = False
-            complete &= ~missing
+            keys = [self.table.keys[sequence] for sequence in asked]
+            complete[asked] &= self.store.has(feature, keys) if self.store is not None else False
         return complete
 
     def take_stored(self, sequences: Sequence[int]) -> np.ndarray:

@@ -1,20 +1,36 @@
 """Keeps f(s) on disk, so that a second run, or one that was killed half way, computes only what is missing.
 
-Layout, `<root>/<model fingerprint>/<feature>/`:
+Layout, `<root>/<model fingerprint>/`:
 
-    <name>.journal      what a running process has computed: one frame a batch, with the checksum of its bytes, appended as soon
-                        as the batch is done. What is written survives the end of the process, so one that is killed loses
-                        the batch it was in and no other; a last frame that is cut short is not read.
-    <name>.safetensors  a shard: `keys` (n, 16) uint8, the hashes of the token ids, and `states` (n, d). A journal becomes a
-                        shard when it is large or its process is done with it, under a temporary name that is renamed when
-                        complete; a shard is never changed after. Format version and checksum are in its header.
+    model.json                      what a person calls the model; also what processes lock.
+    <feature>/<name>.journal        what a running process has computed: one frame a batch, appended as soon as the batch is
+                                    done. What is written survives the end of the process, so one that is killed loses the
+                                    batch it was in and no other.
+    <feature>/<name>.safetensors    a shard: `keys` (n, 16) uint8, the hashes of the token ids, and `states` (n, d). A journal
+                                    becomes a shard when it is large or its process is done with it, under a temporary name
+                                    that is renamed when complete; a shard is never changed after. Format version and checksum
+                                    are in its header.
 
-Several processes may use one store: each adds files of its own. A file that is damaged or of another version is never served:
-there is a warning, and its states are computed again. While a process uses a model's states it holds a shared lock on the
-model's `model.json`, and one on each journal that it writes. Whoever gets the model's lock for itself alone knows that journals
-without a lock and temporary files were left by processes that were killed, and clears up; and only then are states evicted,
-least recently used first, to hold the size limit. Where files cannot be locked (Windows, some network file systems) nothing
-is cleared up or evicted.
+A frame is a header with a checksum of its own (`FRAME_HEADER`) and a safetensors file. After bytes that are damaged a journal
+is read on from the next header, which its magic bytes and its checksum tell from states. A last frame that is cut short, as a
+process leaves it that is killed or still writes, is not read and is no damage.
+
+What is damaged or of another version is never served: there is one warning a file, and its states are computed again.
+
+Several processes may use one store: each adds files of its own. While a process uses a model's states it holds a shared lock on
+`model.json`, and one on each journal that it writes. Whoever gets the model's lock for itself alone knows that no other process
+uses the model. Only then
+
+- is `model.json` written, or replaced where it cannot be read;
+- do journals without a lock and temporary files, which were left by processes that were killed, become shards and go;
+- are states evicted, least recently used first, to hold the size limit, or removed by `harness-ext cache clear`.
+
+As `model.json` may be replaced or removed between the moment that it is opened and the moment that it is locked, a lock counts
+only if the file at that path is the locked one still; else it is taken anew. Where files cannot be locked (Windows, some
+network file systems) nothing is cleared up or evicted, and `cache clear` removes what it is told to.
+
+A folder is the store's own if its name is a fingerprint, and a file if the store gives such names (`OWN_STATES`,
+`OWN_DESCRIPTION`). No other is counted, evicted or removed, whatever folder the user has named.
 
 Known gap: nothing is forced to the disk, so states of the last seconds may be lost when the machine itself stops; the checksums
 tell.
@@ -23,18 +39,18 @@ tell.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
-import shutil
 import struct
 import time
 import uuid
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -48,7 +64,16 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FORMAT_VERSION", "CacheEntry", "FeatureStore", "cache_info", "cache_limit", "cache_root", "clear_cache"]
+__all__ = [
+    "FORMAT_VERSION",
+    "CacheEntry",
+    "Cleared",
+    "FeatureStore",
+    "cache_info",
+    "cache_limit",
+    "cache_root",
+    "clear_cache",
+]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
@@ -61,9 +86,26 @@ EVICT_TO = 0.9
 DESCRIPTION_FILE = "model.json"
 STATE_FILES = (".safetensors", ".journal")
 
-FRAME_MAGIC = b"HXSTATE1"
-FRAME_HEADER = struct.Struct("<8sQ16s")
-"""Magic bytes with the version, number of bytes that follow, and xxh3-128 of both and of those bytes: a safetensors file."""
+FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+"""Names of models' folders; see `engine.fingerprint`."""
+OWN_STATES = re.compile(
+    r"\d{20}-[0-9a-f]{8}\.(journal|safetensors)|\.\d{20}-[0-9a-f]{8}\.safetensors\.[0-9a-f]{8}\.tmp"
+)
+"""Files in the folder of a feature: journals, shards, and shards that are not complete."""
+OWN_DESCRIPTION = re.compile(r"model\.json|\.model\.json\.[0-9a-f]{8}\.tmp")
+"""Files in the folder of a model."""
+
+FRAME_MAGIC = b"HXSTATE2"
+FRAME_HEADER = struct.Struct("<8sQ16s8s")
+"""Magic bytes with the version, number of bytes that follow, xxh3-128 of those, which are a safetensors file, and xxh3-64 of
+the header up to here."""
+SCAN_BYTES = 2**20
+"""Bytes that are read at once to find the next frame."""
+
+LOCK_TRIES = 10
+"""How often a lock is taken anew: each time another process has replaced or removed the file in between."""
+UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of a file system that has no locks."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base ** (power + 1)
@@ -127,15 +169,14 @@ class FeatureStore:
         self._room: float | None = None
         self._journals: dict[Feature, _Journal] = {}
         self._used: set[Path] = set()
+        self._warned: set[Path] = set()
         self._stopped = False
         self._lock: _Lock | None = None
-        path = self._folder / DESCRIPTION_FILE
+        self._description = description
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _describe(path, description)
+            self._make_folder()
         except OSError as err:
-            if not path.exists():  # else it is a folder that can only be read, which is none of our business yet
-                self._give_up(err)
+            self._give_up(err)
         self._hold()
 
     def get(self, feature: Feature, keys: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -145,10 +186,32 @@ class FeatureStore:
             A boolean mask of shape (len(keys),), and the states found, in the order of the keys, of shape
             (mask.sum(), d); None where there are none.
         """
-        self._hold()
-        position = {key: i for i, key in enumerate(keys)}
         found = np.zeros(len(keys), dtype=bool)
         states: np.ndarray | None = None
+        for of_file, rows, places in self._matches(feature, keys, found):
+            if states is None:
+                states = np.empty((len(keys), of_file.shape[1]), dtype=of_file.dtype)
+            states[places] = of_file[rows]
+        # Indexing copies, and there may be gigabytes of them.
+        return found, states if states is None or found.all() else states[found]
+
+    def has(self, feature: Feature, keys: Sequence[bytes]) -> np.ndarray:
+        """The mask of `get`, for which states are read and checked file by file, and none is kept."""
+        found = np.zeros(len(keys), dtype=bool)
+        for _ in self._matches(feature, keys, found):
+            pass
+        return found
+
+    def _matches(
+        self, feature: Feature, keys: Sequence[bytes], found: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, list[int], list[int]]]:
+        """Yield the states (n, d) of files, the rows of those that are asked for, and the places of these among the keys.
+
+        Sets `found` at those places. All states have one width and dtype.
+        """
+        self._hold()
+        position = {key: i for i, key in enumerate(keys)}
+        like: tuple[int, np.dtype] | None = None
         seen: set[Path] = set()
         # Again until nothing is new: another process may turn a journal into a shard after it was listed.
         while not found.all() and (fresh := [path for path in self._files(feature) if path not in seen]):
@@ -164,17 +227,15 @@ class FeatureStore:
                     ]
                     if not wanted:
                         continue
-                    if states is None:
-                        states = np.empty((len(keys), rows.states.shape[1]), dtype=rows.states.dtype)
-                    elif (rows.states.shape[1], rows.states.dtype) != (states.shape[1], states.dtype):
-                        logger.warning("%s cannot be used: its states are not like those of the other files.", path)
+                    if like is None:
+                        like = (rows.states.shape[1], rows.states.dtype)
+                    elif (rows.states.shape[1], rows.states.dtype) != like:
+                        self._warn(path, "its states are not like those of the other files")
                         break
                     of_file, of_keys = map(list, zip(*wanted, strict=True))
-                    states[of_keys] = rows.states[of_file]
                     found[of_keys] = True
                     self._mark_used(path)
-        # Indexing copies, and there may be gigabytes of them.
-        return found, states if states is None or found.all() else states[found]
+                    yield rows.states, of_file, of_keys
 
     def add(self, feature: Feature, keys: Sequence[bytes], states: np.ndarray) -> None:
         """Keep states of shape (len(keys), d): they outlive this process from here on."""
@@ -218,7 +279,7 @@ class FeatureStore:
         return sorted(path for path in folder.glob("*") if path.suffix in STATE_FILES)
 
     def _read(self, path: Path, *, wanted: Container[bytes]) -> Iterator[_Rows]:
-        """Yield what a file has: a journal up to where it is damaged, a shard that is whole and has a wanted key."""
+        """Yield what a file has: the whole frames of a journal, a shard that is whole and has a wanted key."""
         try:
             if path.suffix == ".journal":
                 yield from _read_journal(path)
@@ -227,10 +288,15 @@ class FeatureStore:
         except FileNotFoundError:
             return  # another process has made a shard of it, or evicted it, since it was listed
         except (OSError, SafetensorError, ValueError) as err:
+            self._warn(path, str(err))
+
+    def _warn(self, path: Path, reason: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
             logger.warning(
-                "%s cannot be used (%s); its states are computed again. `harness-ext cache clear` removes it.",
+                "%s cannot be used (%s); such states are computed again. `harness-ext cache clear` removes the file.",
                 path,
-                err,
+                reason,
             )
 
     def _mark_used(self, path: Path) -> None:
@@ -251,7 +317,7 @@ class FeatureStore:
         try:
             # It is there if a process was killed before it could remove the journal.
             if not path.exists():
-                # One that is damaged stays as it is, and serves what is before the damage.
+                # One that is damaged stays as it is, and serves what is before and after the damage.
                 frames = list(_read_journal(journal))
                 if frames:
                     rows = _Rows(*(np.concatenate(arrays) for arrays in zip(*frames, strict=True)))
@@ -263,22 +329,78 @@ class FeatureStore:
         except (OSError, SafetensorError, ValueError) as err:
             logger.debug("%s stays a journal: %s", journal, err)
 
-    def _hold(self) -> None:
-        """Take the model's lock, and clear up after processes that were killed if no other process uses the model."""
-        if self._lock is not None or fcntl is None:
-            return
-        with contextlib.suppress(OSError):
-            self._lock = _Lock(self._folder / DESCRIPTION_FILE)
+    def _make_folder(self) -> None:
+        """Make the model's folder and the file that is locked, empty at first; raises OSError where there is none then."""
+        path = self._folder / DESCRIPTION_FILE
+        for tries_left in reversed(range(LOCK_TRIES)):
+            if path.exists():
+                return
             try:
-                if self._lock.alone():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _touch(path)
+                return
+            except FileNotFoundError:  # the folder was removed in between
+                if not tries_left:
+                    raise
+
+    def _hold(self) -> None:
+        """Share the model's lock. If no other process uses the model, describe it and clear up after those that were killed."""
+        path = self._folder / DESCRIPTION_FILE
+        for _ in range(LOCK_TRIES):
+            if self._lock is not None:
+                return
+            with contextlib.suppress(OSError):
+                self._make_folder()
+            try:
+                lock = _Lock(path)
+                if lock.alone():
+                    if self._describe():
+                        lock.close()  # that of the file that was replaced
+                        continue
                     self._clear_up()
-            finally:
-                self._lock.share()
+                lock.share()
+            except FileNotFoundError:
+                continue  # removed since it was made
+            except OSError as err:
+                if err.errno in UNLOCKABLE:
+                    self._describe()
+                return
+            if lock.is_current():
+                self._lock = lock
+            else:
+                lock.close()
+
+    def _share_again(self) -> None:
+        """Share the model's lock after it was asked for alone, which gives it up for a moment."""
+        if self._lock is None:
+            return
+        self._lock.share()
+        if not self._lock.is_current():
+            self._lock.close()
+            self._lock = None
+            self._hold()
+
+    def _describe(self) -> bool:
+        """Replace a description that is not whole; whether there is a new file.
+
+        Under the model's lock for this process alone, or where there are no locks: whoever locks a file that was replaced has
+        a lock that nobody sees.
+        """
+        path = self._folder / DESCRIPTION_FILE
+        try:
+            if _description_of(path.read_bytes()) is not None:
+                return False
+            with _complete_file(path) as temporary:
+                temporary.write_text(json.dumps({"model": self._description}))
+        except OSError:  # a store that can only be read, or a file that cannot
+            return False
+        return True
 
     def _clear_up(self) -> None:
         with contextlib.suppress(OSError):
-            for path in self._folder.glob("*/.*.tmp"):
-                path.unlink(missing_ok=True)
+            for path in _own_files(self._folder):
+                if path.suffix == ".tmp":
+                    path.unlink(missing_ok=True)
         for path in sorted(self._folder.glob("*/*.journal")):
             if not _is_written(path):
                 self._make_shard(path)
@@ -318,8 +440,8 @@ class FeatureStore:
         assert self._limit is not None, "there is something to hold"
         files = [
             (status.st_mtime_ns, status.st_size, path)
-            for path in self._root.glob("*/*/*")
-            if path.suffix in STATE_FILES and (status := _status(path)) is not None
+            for path in _own_states(self._root)
+            if (status := _status(path)) is not None
         ]
         total = sum(of_file for _, of_file, _ in files)
         # What would not fit an empty store removes nothing.
@@ -328,7 +450,7 @@ class FeatureStore:
         with contextlib.ExitStack() as stack:
             if self._lock is not None:
                 # Last of all, when no lock is left that another process may wait for.
-                stack.callback(self._lock.share)
+                stack.callback(self._share_again)
             unused: dict[Path, bool] = {}
             for _, of_file, path in sorted(files):
                 if total + size <= EVICT_TO * self._limit:
@@ -344,9 +466,9 @@ class FeatureStore:
 
     def _is_unused(self, model: Path, stack: contextlib.ExitStack) -> bool:
         """Whether no other process uses a model; none begins to while the stack is open."""
-        if model == self._folder and self._lock is not None:
-            return self._lock.alone()
         try:
+            if model == self._folder and self._lock is not None:
+                return self._lock.alone()
             lock = stack.enter_context(contextlib.closing(_Lock(model / DESCRIPTION_FILE)))
             return lock.alone()
         except OSError:
@@ -354,28 +476,38 @@ class FeatureStore:
 
 
 class _Lock:
-    """A lock on a file among processes; raises OSError where there is none."""
+    """A lock on a file among processes. All methods but `close` raise OSError where there are none."""
 
     def __init__(self, path: Path) -> None:
         if fcntl is None:
-            raise OSError("this system has no file locks")
-        self._process = os.getpid()
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
+        self._path, self._process = path, os.getpid()
         try:
             self._descriptor = os.open(path, os.O_RDWR)
-        except OSError:
+        except PermissionError:
             self._descriptor = os.open(path, os.O_RDONLY)
 
     def alone(self) -> bool:
         """Lock for this process alone if no other process has a lock; False, and no lock, otherwise."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):
+            return False
+        if not self.is_current():
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             return False
         return True
 
     def share(self) -> None:
         """Wait for whoever is alone, and lock together with others."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def is_current(self) -> bool:
+        """Whether the path still names the file that was opened; a lock on another is one that nobody sees."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -411,7 +543,7 @@ class _Journal:
         try:
             while len(view):
                 view = view[os.write(self._descriptor, view) :]
-        except BaseException:  # a keyboard interrupt, too: a frame after half a frame would never be read
+        except BaseException:  # a keyboard interrupt, too: half a frame with another after it is damage
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self.size)
                 os.lseek(self._descriptor, self.size, os.SEEK_SET)
@@ -430,20 +562,18 @@ class _Journal:
             self.close()
 
 
-def _describe(path: Path, description: str) -> None:
-    """Make the description of a model, or mend it. It is locked, so it is never replaced."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def _touch(path: Path) -> None:
+    """Make an empty file where there is none."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+
+
+def _description_of(content: bytes) -> str | None:
+    """What a person calls the model, from the content of its `model.json`; None where that does not say."""
     try:
-        try:
-            is_whole = isinstance(json.loads(os.pread(descriptor, 2**20, 0)), dict)
-        except ValueError:
-            is_whole = False
-        if not is_whole:
-            content = json.dumps({"model": description}).encode()
-            os.pwrite(descriptor, content, 0)
-            os.ftruncate(descriptor, len(content))
-    finally:
-        os.close(descriptor)
+        description = json.loads(content)["model"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return description if isinstance(description, str) else None
 
 
 def _is_written(path: Path) -> bool:
@@ -457,32 +587,94 @@ def _is_written(path: Path) -> bool:
 
 def _frame(rows: _Rows) -> bytes:
     content = safetensors.numpy.save({"keys": rows.keys, "states": np.ascontiguousarray(rows.states)})
-    return FRAME_HEADER.pack(FRAME_MAGIC, len(content), _frame_checksum(content)) + content
-
-
-def _frame_checksum(content: bytes) -> bytes:
-    digest = xxhash.xxh3_128(struct.pack("<8sQ", FRAME_MAGIC, len(content)))
-    digest.update(content)
-    return digest.digest()
+    header = FRAME_HEADER.pack(FRAME_MAGIC, len(content), xxhash.xxh3_128(content).digest(), bytes(8))
+    return header[:-8] + xxhash.xxh3_64(header[:-8]).digest() + content
 
 
 def _read_journal(path: Path) -> Iterator[_Rows]:
-    """Yield the frames of a journal up to one that is cut short, as a process leaves it that is killed or still writes.
+    """Yield the frames of a journal that are whole, those after damaged bytes among them.
+
+    A last frame that is cut short is no damage.
 
     Raises:
-        ValueError: At a frame that is damaged; where the next one begins is not known.
+        ValueError: After the last frame, if there are bytes that cannot be read.
     """
+    unread = place = 0
     with path.open("rb") as file:
-        while len(header := file.read(FRAME_HEADER.size)) == FRAME_HEADER.size:
-            magic, size, checksum = FRAME_HEADER.unpack(header)
-            if magic != FRAME_MAGIC:
-                raise ValueError(f"frame {magic!r}, expected {FRAME_MAGIC!r}")
-            if size > os.fstat(file.fileno()).st_size - file.tell():
-                return
-            content = file.read(size)
-            if checksum != _frame_checksum(content):
-                raise ValueError("the checksum of a frame does not match")
-            yield _checked(safetensors.numpy.load(content))
+        end = os.fstat(file.fileno()).st_size  # what its process writes from now on is not looked at
+        while place < end:
+            header = _frame_header(file, place)
+            if header is None:
+                # Bytes that may be the beginning of a header.
+                begun = _bytes_at(file, place, len(FRAME_MAGIC))
+                is_cut = end - place < FRAME_HEADER.size and FRAME_MAGIC.startswith(begun)
+            else:
+                is_cut = header.stop > end
+                if not is_cut and (rows := _frame_rows(_bytes_at(file, header.start, header.size), header)):
+                    yield rows
+                    place = header.stop
+                    continue
+            following = _next_frame(file, place + 1, end)
+            if following is None and is_cut:
+                break
+            unread += (end if following is None else following) - place
+            place = end if following is None else following
+    if unread:
+        raise ValueError(f"{unread:,} of {end:,} bytes are damaged, or of another format than {FRAME_MAGIC.decode()}")
+
+
+class _FrameHeader(NamedTuple):
+    """Where the bytes after the header begin, how many they are, and their xxh3-128."""
+
+    start: int
+    size: int
+    checksum: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def _bytes_at(file: BinaryIO, place: int, size: int) -> bytes:
+    file.seek(place)
+    return file.read(size)
+
+
+def _frame_header(file: BinaryIO, place: int) -> _FrameHeader | None:
+    """The header at a place of a journal; None where there is none that is whole."""
+    raw = _bytes_at(file, place, FRAME_HEADER.size)
+    if len(raw) < FRAME_HEADER.size:
+        return None
+    magic, size, checksum, of_header = FRAME_HEADER.unpack(raw)
+    if magic != FRAME_MAGIC or of_header != xxhash.xxh3_64(raw[:-8]).digest():
+        return None
+    return _FrameHeader(place + FRAME_HEADER.size, size, checksum)
+
+
+def _frame_rows(content: bytes, header: _FrameHeader) -> _Rows | None:
+    """What a frame has; None where it is damaged."""
+    if header.checksum != xxhash.xxh3_128(content).digest():
+        return None
+    try:
+        return _checked(safetensors.numpy.load(content))
+    except (SafetensorError, ValueError):
+        return None
+
+
+def _next_frame(file: BinaryIO, place: int, end: int) -> int | None:
+    """Where the next header begins, from a place on; None where there is none.
+
+    The size that a header gives is not relied on, since bytes may be missing as well as wrong.
+    """
+    while len(block := _bytes_at(file, place, min(SCAN_BYTES, end - place))) >= len(FRAME_MAGIC):
+        found = block.find(FRAME_MAGIC)
+        if found < 0:
+            place += len(block) - len(FRAME_MAGIC) + 1
+        elif _frame_header(file, place + found) is not None:
+            return place + found
+        else:
+            place += found + 1
+    return None
 
 
 def _read_shard(path: Path, wanted: Container[bytes]) -> _Rows | None:
@@ -537,34 +729,81 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, in the order of names; an empty list where it does not exist. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+
+
+def _models(root: Path) -> list[Path]:
+    """Folders of a store whose names are fingerprints.
+
+    Raises:
+        NotADirectoryError: If the store's folder is a file.
+        OSError: If it cannot be read.
+    """
+    try:
+        return [Path(entry.path) for entry in _scan(root) if FINGERPRINT.fullmatch(entry.name) and entry.is_dir()]
+    except NotADirectoryError as err:
+        raise NotADirectoryError(
+            f"{root}: expected the folder of the store, found a file. Set HARNESS_EXT_CACHE to a folder, or unset it."
+        ) from err
+
+
+def _own_files(model: Path) -> list[Path]:
+    """Files in a model's folder that the store has made, by their names; raises OSError."""
+    entries = _scan(model)
+    own = [entry for entry in entries if OWN_DESCRIPTION.fullmatch(entry.name)]
+    for folder in entries:
+        if folder.is_dir():
+            own += [entry for entry in _scan(Path(folder.path)) if OWN_STATES.fullmatch(entry.name)]
+    return [Path(entry.path) for entry in own if entry.is_file(follow_symlinks=False)]
+
+
+def _own_states(root: Path) -> Iterator[Path]:
+    """Yield journals and shards of all models, as far as their folders can be read."""
+    with contextlib.suppress(OSError):
+        for model in _models(root):
+            with contextlib.suppress(OSError):
+                yield from (path for path in _own_files(model) if path.suffix in STATE_FILES)
+
+
 @dataclass(frozen=True)
 class CacheEntry:
     """The states of one model on disk.
 
     Attributes:
         fingerprint: Name of its folder.
-        description: Name and dtype of the model when it was first stored.
+        description: Name and dtype of the model when it was first stored; None where its `model.json` cannot be read.
         rows: Number of states.
-        bytes: Size on disk.
+        bytes: Size on disk of the files that the store has made.
     """
 
     fingerprint: str
-    description: str
+    description: str | None
     rows: int
     bytes: int
 
 
 def cache_info(root: Path) -> list[CacheEntry]:
-    """List the models in a store; an empty list where the folder does not exist."""
+    """List the models in a store; an empty list where the folder does not exist.
+
+    Raises:
+        OSError: If the folder, or that of a model, is a file or cannot be read.
+    """
     entries = []
-    for folder in sorted(path for path in root.glob("*") if path.is_dir()) if root.is_dir() else ():
-        try:
-            description = str(json.loads((folder / DESCRIPTION_FILE).read_text())["model"])
-        except (OSError, ValueError, KeyError, TypeError):
+    for model in _models(root):
+        files = _own_files(model)
+        if not files:
             continue  # not a folder of ours
-        rows = sum(_count_rows(path) for path in folder.glob("*/*"))
-        sizes = [status.st_size for path in folder.rglob("*") if path.is_file() and (status := _status(path))]
-        entries.append(CacheEntry(folder.name, description, rows, sum(sizes)))
+        description = None
+        with contextlib.suppress(OSError):
+            description = _description_of((model / DESCRIPTION_FILE).read_bytes())
+        sizes = [status.st_size for path in files if (status := _status(path)) is not None]
+        entries.append(CacheEntry(model.name, description, sum(map(_count_rows, files)), sum(sizes)))
     return entries
 
 
@@ -581,24 +820,84 @@ def _count_rows(path: Path) -> int:
     return rows
 
 
-def clear_cache(root: Path, fingerprint: str | None = None) -> int:
-    """Remove the states of one model, or of all.
+@dataclass(frozen=True)
+class Cleared:
+    """What `clear_cache` has done.
+
+    Attributes:
+        freed: Bytes.
+        in_use: Models that a process uses: nothing of these was removed.
+        errors: Of the system, one for each model of which not everything could be removed.
+    """
+
+    freed: int
+    in_use: tuple[CacheEntry, ...]
+    errors: tuple[OSError, ...]
+
+
+def clear_cache(root: Path, fingerprint: str | None = None) -> Cleared:
+    """Remove the states of one model, or of all, but of those that a process uses.
+
+    Where files cannot be locked, nothing says whether one does.
 
     Args:
-        root: Folder of the store. Only folders that `cache_info` lists are touched.
+        root: Folder of the store. Only what the store has made is removed; see `OWN_STATES`.
         fingerprint: Which model; None for all.
-
-    Returns:
-        Bytes freed.
 
     Raises:
         KeyError: If no model of the store has that fingerprint.
+        OSError: As `cache_info`.
     """
     entries = cache_info(root)
     chosen = [entry for entry in entries if fingerprint in (None, entry.fingerprint)]
     if fingerprint is not None and not chosen:
         known = ", ".join(entry.fingerprint for entry in entries) or "none"
         raise KeyError(f"{root}: no model has the fingerprint {fingerprint!r}. Known: {known}.")
+    freed = 0
+    in_use: list[CacheEntry] = []
+    errors: list[OSError] = []
     for entry in chosen:
-        shutil.rmtree(root / entry.fingerprint)
-    return sum(entry.bytes for entry in chosen)
+        try:
+            for size in _remove(root / entry.fingerprint):
+                freed += size
+        except _InUseError:
+            in_use.append(entry)
+        except OSError as err:
+            errors.append(err)
+    return Cleared(freed, tuple(in_use), tuple(errors))
+
+
+class _InUseError(Exception):
+    """Another process uses a model's states."""
+
+
+def _remove(model: Path) -> Iterator[int]:
+    """Remove what the store has made in a model's folder, and the folder if that is all; yields the bytes of each file.
+
+    Raises:
+        _InUseError: If a process uses the model; nothing was removed then.
+        OSError: If a file cannot be removed, or it is not known whether a process uses the model.
+    """
+    description = model / DESCRIPTION_FILE
+    with contextlib.ExitStack() as stack:
+        try:
+            if fcntl is not None and not description.exists():
+                _touch(description)  # so that no process begins to use the model in the meantime
+            lock = stack.enter_context(contextlib.closing(_Lock(description)))
+            # A process that evicts gives up the model's lock for a moment, but not those of its journals.
+            if not lock.alone() or any(map(_is_written, model.glob("*/*.journal"))):
+                raise _InUseError
+        except FileNotFoundError:
+            return  # another process has removed the folder
+        except OSError as err:
+            if err.errno not in UNLOCKABLE:
+                raise OSError(err.errno, err.strerror, str(err.filename or description)) from err
+        files = _own_files(model)
+        # The description last: what is left of a model has a name.
+        for path in sorted(files, key=lambda path: path == description):
+            if (status := _status(path)) is not None:
+                path.unlink(missing_ok=True)
+                yield status.st_size
+        for folder in [*(Path(entry.path) for entry in _scan(model)), model]:
+            with contextlib.suppress(OSError):  # a file, or not empty
+                folder.rmdir()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
 from harness_ext.contracts import CONDITIONAL_MEAN, Feature, PromptRequest, Span
@@ -123,7 +126,7 @@ def test_what_was_added_is_found_at_once_by_this_and_other_processes(tmp_path: P
 
 
 def other_version(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":"1"', b'"format":"9"').replace(b"HXSTATE1", b"HXSTATE9"))
+    path.write_bytes(path.read_bytes().replace(b'"format":"1"', b'"format":"9"').replace(b"HXSTATE2", b"HXSTATE1"))
 
 
 def no_safetensors(path: Path) -> None:
@@ -166,18 +169,140 @@ def test_every_flipped_bit_of_a_shard_is_seen(tmp_path: Path, caplog: pytest.Log
     assert {content[bit // 8] for bit in unseen} <= {ord(" ")}
 
 
-def test_every_flipped_bit_of_a_journal_is_seen(tmp_path: Path) -> None:
+def write_journal(path: Path, content: bytes) -> None:
+    """Make this the only file with states."""
+    for left in [*shards(path.parent), *journals(path.parent)]:
+        left.unlink()
+    path.write_bytes(content)
+
+
+def read_journal(path: Path) -> tuple[list[Any], str]:
+    """The frames that are served, and what is said of the others."""
+    served = []
+    try:
+        for rows in store_module._read_journal(path):
+            served.append(rows)
+    except ValueError as err:
+        return served, str(err)
+    return served, ""
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def test_every_flipped_bit_of_a_journal_costs_its_frame_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Magic, size, both checksums, and every byte of what a frame has: there is no bit without a meaning."""
     path = leave_journal(tmp_path)
     content = path.read_bytes()
     frame = len(content) // 3
     for bit in range(8 * len(content)):
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        for left in [*shards(tmp_path), *journals(tmp_path)]:
-            left.unlink()
-        path.write_bytes(damaged)
-        # The frames before the damaged one are whole.
-        assert found_in(tmp_path) == list(range(2 * (bit // 8 // frame)))
+        write_journal(path, flipped(content, bit))
+        caplog.clear()
+        place = bit // 8 // frame
+        assert found_in(tmp_path) == [row for row in range(6) if row // 2 != place]
+        (record,) = caplog.records
+        assert str(path) in record.getMessage()
+        assert f"({frame:,} of {len(content):,} bytes are damaged" in record.getMessage()
+
+
+def test_a_flipped_bit_of_a_frame_that_is_cut_short_costs_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is left of the last frame is not served, so its bits matter only where they make it look like something else."""
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    frame = len(content) // 3
+    header = store_module.FRAME_HEADER.size
+    for length in (3, 8, header - 1, header, header + 1, frame - 1):
+        for bit in range(8 * min(length, header + 4)):
+            write_journal(path, flipped(content[: 2 * frame + length], 8 * 2 * frame + bit))
+            caplog.clear()
+            assert found_in(tmp_path) == [0, 1, 2, 3]
+            # A flip after the magic bytes of half a header, or after a header, changes nothing that is read.
+            is_seen = bit < 8 * (header if length >= header else len(store_module.FRAME_MAGIC))
+            assert len(caplog.records) == is_seen
+
+
+rows_of_frames = st.lists(st.integers(1, 3), min_size=1, max_size=5)
+
+
+@given(data=st.data(), rows=rows_of_frames)
+@settings(max_examples=150, deadline=None)
+def test_frames_that_damage_did_not_touch_are_served(data: st.DataObject, rows: list[int]) -> None:
+    """Flipped bits, overwritten, missing and added bytes, several at once, in frames of several sizes."""
+    written = []
+    for count in rows:
+        start = sum(len(frame.keys) for frame in written)
+        keys = np.arange(16 * start, 16 * (start + count), dtype=np.uint8).reshape(count, 16)
+        written.append(store_module._Rows(keys, np.full((count, 3), start, dtype=np.float32)))
+    frames = [store_module._frame(rows) for rows in written]
+    kinds = st.sampled_from(["flip", "overwrite", "remove", "add", "nothing"])
+    damaged = []
+    for frame in frames:
+        kind = data.draw(kinds)
+        at = data.draw(st.integers(0, len(frame) - 1))
+        some = data.draw(st.binary(min_size=1, max_size=60))
+        damaged.append(
+            {
+                "flip": flipped(frame, 8 * at + data.draw(st.integers(0, 7))),
+                "overwrite": frame[:at] + some + frame[at + len(some) :],
+                "remove": frame[:at] + frame[at + len(some) :],
+                "add": frame[:at] + some + frame[at:],
+                "nothing": frame,
+            }[kind]
+        )
+    whole = [place for place, (one, other) in enumerate(zip(frames, damaged, strict=True)) if one in other]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "some.journal"
+        path.write_bytes(b"".join(damaged))
+        served, reason = read_journal(path)
+    assert len(served) == len(whole)
+    for place, found in zip(whole, served, strict=True):
+        assert np.array_equal(found.keys, written[place].keys)
+        assert np.array_equal(found.states, written[place].states)
+    total = sum(map(len, damaged))
+    unread = total - sum(len(frames[place]) for place in whole)
+    header = store_module.FRAME_HEADER.size
+    if len(damaged[-1]) < len(frames[-1]) and damaged[-1][:header] == frames[-1][:header]:
+        unread -= len(damaged[-1])  # as a process leaves it that is killed
+    assert reason == (
+        f"{unread:,} of {total:,} bytes are damaged, or of another format than HXSTATE2" if unread else ""
+    )
+
+
+@pytest.mark.parametrize("size", [8, 50, 2**20])
+def test_the_next_frame_is_found_across_the_blocks_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(store_module, "SCAN_BYTES", size)
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    # Bytes that look like the beginning of a frame, and are none.
+    for before in (b"", b"H", b"HXSTATE2", b"HXSTATE" * 20, b"HXSTATE2" * 20):
+        for length in range(60):
+            unread = b"!" * length + before
+            path.write_bytes(unread + content)
+            served, reason = read_journal(path)
+            assert np.array_equal(np.concatenate([rows.states for rows in served]), STATES)
+            assert reason.startswith(f"{len(unread)} of " if unread else "")
+            assert bool(reason) == bool(unread)
+
+
+def test_a_journal_that_grows_while_it_is_read_is_not_damaged(tmp_path: Path) -> None:
+    """Its process may write between two looks of the reader."""
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    frame = len(content) // 3
+    for length in range(frame, 2 * frame):
+        path.write_bytes(content[:length])
+        reader = store_module._read_journal(path)
+        served = [next(reader)]
+        path.write_bytes(content)
+        served += reader
+        assert len(served) == 1
 
 
 @pytest.mark.parametrize("kind", [".safetensors", ".journal"])
@@ -210,8 +335,8 @@ def test_files_of_other_states_do_not_mix(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_journal_that_was_left_becomes_a_shard_and_temporary_files_go(tmp_path: Path) -> None:
     path = leave_journal(tmp_path)
-    path.write_bytes(path.read_bytes() + b"HXSTATE1 and half a frame")
-    temporary = path.with_name(".half.safetensors.0000.tmp")
+    path.write_bytes(path.read_bytes() + b"HXSTATE2 and half a frame")
+    temporary = path.with_name(f".{path.stem}.safetensors.0123abcd.tmp")
     temporary.write_bytes(b"half a shard")
     assert found_in(tmp_path) == list(range(6))
     assert not journals(tmp_path)
@@ -235,7 +360,7 @@ def test_nothing_is_cleared_up_while_another_process_uses_the_model(tmp_path: Pa
     content = path.read_bytes()
     other = open_store(tmp_path)
     path.write_bytes(content)
-    temporary = path.with_name(".shard.safetensors.0000.tmp")
+    temporary = path.with_name(f".{path.stem}.safetensors.0123abcd.tmp")
     temporary.write_bytes(b"half a shard, which the other process is writing")
     assert found_in(tmp_path) == list(range(6))
     assert path.exists()
@@ -246,7 +371,7 @@ def test_nothing_is_cleared_up_while_another_process_uses_the_model(tmp_path: Pa
     assert not temporary.exists()
 
 
-def test_a_damaged_journal_stays_and_serves_what_is_before_the_damage(
+def test_a_damaged_journal_stays_and_serves_what_is_not_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = leave_journal(tmp_path)
@@ -254,9 +379,34 @@ def test_a_damaged_journal_stays_and_serves_what_is_before_the_damage(
     content[len(content) // 2] ^= 1  # in the second of three frames
     path.write_bytes(content)
     for _ in range(2):
-        assert found_in(tmp_path) == [0, 1]
+        assert found_in(tmp_path) == [0, 1, 4, 5]
         assert path.exists()
     assert caplog.text.count("cannot be used") == 2
+    store = open_store(tmp_path)
+    for _ in range(3):
+        store.has(F, KEYS)
+        store.get(F, KEYS)
+    assert caplog.text.count("cannot be used") == 3
+
+
+def test_what_is_looked_for_is_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of shards and journals, whole and damaged, and of states that are not like the others."""
+    path = leave_journal(tmp_path)
+    content = path.read_bytes()
+    write_journal(path, flipped(content, 8 * (len(content) // 3 + 70)))
+    fill(tmp_path, slice(2, 3))
+    store = open_store(tmp_path)
+    store.add(F, [KEYS[3]], np.ones((1, 7), dtype=np.float32))
+    for keys in (KEYS, KEYS[::-1], KEYS[3:4], [bytes(16), *KEYS[1:5]], []):
+        assert store.has(F, keys).tolist() == store.get(F, keys)[0].tolist()
+    assert store.has(F, KEYS).tolist() == [True, True, True, False, True, True]
+    (shard,) = shards(tmp_path)
+    store.close()
+    content = shard.read_bytes()
+    shard.write_bytes(flipped(content, 8 * content.index(STATES[2].tobytes())))
+    store = open_store(tmp_path)
+    assert not store.has(F, [KEYS[2]]).any()
+    assert shard.name in caplog.text
 
 
 def test_processes_that_make_a_store_at_once_lock_the_same_file(
@@ -278,9 +428,120 @@ def test_processes_that_make_a_store_at_once_lock_the_same_file(
 def test_a_description_that_was_not_written_is_written_later(tmp_path: Path) -> None:
     (tmp_path / ("a" * 32)).mkdir()
     (tmp_path / ("a" * 32) / "model.json").write_bytes(b"")  # by a process that was killed
-    assert cache_info(tmp_path) == []
+    assert cache_info(tmp_path)[0].description is None
     open_store(tmp_path)
     assert cache_info(tmp_path)[0].description == "tiny (float32)"
+
+
+DESCRIPTION = Path("a" * 32) / "model.json"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"model": 3}', b"\xff", b"[" * 10**5])
+def test_a_description_is_replaced_only_when_no_other_process_uses_the_model(tmp_path: Path, content: bytes) -> None:
+    """The lock is held on the file itself: one that was replaced would leave its holder with a lock that nobody sees."""
+    first = open_store(tmp_path)
+    (tmp_path / DESCRIPTION).write_bytes(content)
+    second = open_store(tmp_path)
+    assert (tmp_path / DESCRIPTION).read_bytes() == content
+    second.close()
+    assert first._lock.alone()
+    first.close()
+    open_store(tmp_path)
+    assert cache_info(tmp_path)[0].description == "tiny (float32)"
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["model.json"]
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+@pytest.mark.parametrize("moment", ["alone", "share"])
+def test_a_lock_on_a_description_that_is_no_more_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, moment: str
+) -> None:
+    """Another process mends the description or clears the model between this one's opening and locking it."""
+    open_store(tmp_path).close()
+    method = getattr(store_module._Lock, moment)
+    changes = []
+
+    def interfere(lock: Any) -> Any:
+        if not changes:
+            changes.append(1)
+            if change == "replaced":
+                (tmp_path / "new").write_text('{"model": "new"}')
+                os.replace(tmp_path / "new", tmp_path / DESCRIPTION)
+            else:
+                (tmp_path / DESCRIPTION).unlink()
+                (tmp_path / DESCRIPTION).parent.rmdir()
+        return method(lock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module._Lock, moment, interfere)
+        store = open_store(tmp_path)
+    assert changes
+    assert store._lock.is_current()
+    store.add(F, KEYS, STATES)
+    assert clear_cache(tmp_path).in_use == tuple(cache_info(tmp_path))
+    assert cache_info(tmp_path)[0].description == ("new" if change == "replaced" else "tiny (float32)")
+    store.close()
+    assert found_in(tmp_path) == list(range(6))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"model": "tiny"}'])
+def test_who_clears_up_has_a_lock_that_others_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    open_store(tmp_path).close()
+    (tmp_path / DESCRIPTION).write_bytes(content)
+    seen = []
+
+    def clear_up(store: FeatureStore) -> None:
+        with contextlib.closing(store_module._Lock(tmp_path / DESCRIPTION)) as lock:
+            seen.append(lock.alone())
+
+    monkeypatch.setattr(FeatureStore, "_clear_up", clear_up)
+    open_store(tmp_path)
+    assert seen == [False]
+
+
+def test_a_lock_on_a_file_that_was_replaced_is_not_alone(tmp_path: Path) -> None:
+    """Else whoever evicts or clears would take the states from under a process that has locked the new file."""
+    lock = store_module._Lock(open_store(tmp_path)._folder / "model.json")
+    (tmp_path / "new").write_text("{}")
+    os.replace(tmp_path / "new", tmp_path / DESCRIPTION)
+    assert not lock.alone()
+    assert store_module._Lock(tmp_path / DESCRIPTION).alone()
+
+
+def _open_often(root: str, name: str, start: Any) -> None:
+    start.wait()
+    for _ in range(60):
+        store = FeatureStore(Path(root), "a" * 32, description=name * 200)
+        assert store._lock is not None
+        assert store._lock.is_current()
+        (Path(root) / DESCRIPTION).read_bytes()
+        store.close()
+        if name == "b":
+            clear_cache(Path(root))
+        elif name == "c":
+            with contextlib.suppress(OSError):
+                store = FeatureStore(Path(root), "a" * 32, description="")
+                if store._lock.alone():
+                    (Path(root) / DESCRIPTION).write_bytes(b"{")  # as if a process had been killed in the middle
+                store.close()
+
+
+def test_processes_that_mend_and_clear_at_once(tmp_path: Path) -> None:
+    """Each always has the lock that the others see, and what is left in the end is one whole description."""
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(3)
+    processes = [context.Process(target=_open_often, args=(str(tmp_path), name, start)) for name in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    open_store(tmp_path).close()
+    (entry,) = cache_info(tmp_path)
+    assert entry.description in ("tiny (float32)", "a" * 200, "b" * 200, "c" * 200, "")
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_an_interrupt_in_the_middle_of_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,14 +729,14 @@ def test_a_model_gives_way_to_its_own_states_but_not_to_those_of_this_run(
 
 
 def test_what_does_not_fit_an_empty_store_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = FeatureStore(tmp_path, "other", description="")
+    other = open_store(tmp_path, "b" * 32)
     other.add(Feature(0), KEYS, np.zeros((6, 36), dtype=np.float32))
     other.close()
     monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "3500")
     store = open_store(tmp_path)
     store.add(Feature(1), KEYS, np.zeros((6, 360), dtype=np.float32))
     store.close()
-    assert FeatureStore(tmp_path, "other", description="").get(Feature(0), KEYS)[0].all()
+    assert open_store(tmp_path, "b" * 32).get(Feature(0), KEYS)[0].all()
 
 
 def test_a_damaged_description_is_written_again(tmp_path: Path) -> None:
@@ -493,13 +754,18 @@ def test_what_is_not_ours_is_not_evicted(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "models" / "gpt2").mkdir(parents=True)
     precious = tmp_path / "models" / "gpt2" / "model.safetensors"
     precious.write_bytes(bytes(5000))
+    (tmp_path / "models" / "model.json").write_text('{"model": "a table of models"}')
     fill(tmp_path)
+    by_hand = tmp_path / ("a" * 32) / F.name / "copy.safetensors"
+    by_hand.write_bytes(bytes(5000))
     note = tmp_path / ("a" * 32) / F.name / "note.txt"
     note.write_text("mine")
     monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", "700")
     fill(tmp_path, slice(0, 6), "b" * 32)
     assert precious.exists()
+    assert by_hand.exists()
     assert note.exists()
+    assert models_with_states(tmp_path).count("b") == 1
 
 
 # ------------------------------------------------------------------------------------------------------- processes
@@ -547,11 +813,145 @@ def test_info_and_clear(tmp_path: Path) -> None:
     assert entries["b" * 32].rows == 0
     with pytest.raises(KeyError, match="Known: aaaa"):
         clear_cache(tmp_path, "c" * 32)
-    assert clear_cache(tmp_path, "a" * 32) == entries["a" * 32].bytes
-    assert clear_cache(tmp_path) > 0
+    assert clear_cache(tmp_path, "a" * 32).freed == entries["a" * 32].bytes
+    assert clear_cache(tmp_path).freed > 0
     assert cache_info(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["not ours"]
     assert (tmp_path / "not ours" / "thesis.tex").exists()
     assert cache_info(tmp_path / "nowhere") == []
+
+
+def test_states_in_use_are_not_cleared(tmp_path: Path) -> None:
+    fill(tmp_path, fingerprint="b" * 32)
+    store = open_store(tmp_path)
+    store.add(F, KEYS[:2], STATES[:2])
+    for fingerprint in ("a" * 32, None):
+        before = cache_info(tmp_path)
+        cleared = clear_cache(tmp_path, fingerprint)
+        assert [entry.fingerprint for entry in cleared.in_use] == ["a" * 32]
+        assert cleared.freed == (0 if fingerprint else before[1].bytes)
+    store.add(F, KEYS[2:4], STATES[2:4])
+    store.close()
+    assert found_in(tmp_path) == [0, 1, 2, 3]
+    assert clear_cache(tmp_path).in_use == ()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_not_cleared_while_its_process_evicts(tmp_path: Path) -> None:
+    """That process gives up the model's lock for a moment, to ask for it alone."""
+    store = open_store(tmp_path)
+    store.add(F, KEYS, STATES)
+    store._lock.close()
+    assert len(clear_cache(tmp_path).in_use) == 1
+    store.close()
+    assert found_in(tmp_path) == list(range(6))
+
+
+def test_a_store_that_was_cleared_between_two_uses(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.add(F, KEYS, STATES)
+    store.close()
+    assert clear_cache(tmp_path).freed > 0
+    store.add(F, KEYS[:2], STATES[:2])
+    assert len(clear_cache(tmp_path).in_use) == 1
+    store.close()
+    assert cache_info(tmp_path)[0].description == "tiny (float32)"
+    assert found_in(tmp_path) == [0, 1]
+
+
+def test_where_files_cannot_be_locked_what_is_named_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "fcntl", None)
+    fill(tmp_path)
+    assert cache_info(tmp_path)[0].description == "tiny (float32)"
+    assert found_in(tmp_path) == [0, 1, 2, 3]
+    assert clear_cache(tmp_path).freed > 0
+    assert not list(tmp_path.iterdir())
+
+
+def snapshot(root: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def test_nothing_is_cleared_that_the_store_has_not_made(tmp_path: Path) -> None:
+    """As in a home folder that HARNESS_EXT_CACHE names by mistake."""
+    home = tmp_path / "home"
+    shard = "01234567890123456789-0123abcd.safetensors"
+    for name in (
+        "model.json",
+        shard,
+        f"{F.name}/{shard}",
+        f"models/{F.name}/{shard}",
+        "models/model.json",
+        f"{'A' * 32}/{F.name}/{shard}",
+        f"{'a' * 31}/{F.name}/{shard}",
+        f"{'a' * 40}/{F.name}/{shard}",
+        f"{'b' * 32}/weights/model.safetensors",
+        f"{'b' * 32}/weights/deep/{shard}",
+        f"{'b' * 32}/weights/.x.tmp",
+        f"{'b' * 32}/{shard}",
+        f"{'b' * 32}/run.journal",
+        f"{'b' * 32}/config.json",
+    ):
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+    (tmp_path / "elsewhere").write_bytes(b"mine")
+    (home / ("b" * 32) / "weights" / shard).symlink_to(tmp_path / "elsewhere")
+    before = snapshot(tmp_path)
+    assert cache_info(home) == []
+    assert clear_cache(home).freed == 0
+    assert snapshot(tmp_path) == before
+    # Beside what is ours, too.
+    for fingerprint in ("a" * 32, "b" * 32):
+        fill(home, fingerprint=fingerprint)
+    assert [entry.description for entry in cache_info(home)] == ["tiny (float32)"] * 2
+    cleared = clear_cache(home)
+    assert cleared.freed > 0
+    assert not cleared.errors
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1]"], ids=["none", "empty", "another"])
+def test_a_folder_without_a_readable_description_is_listed_and_cleared(tmp_path: Path, content: bytes | None) -> None:
+    fill(tmp_path)
+    (tmp_path / DESCRIPTION).unlink()
+    if content is not None:
+        (tmp_path / DESCRIPTION).write_bytes(content)
+    temporary = shards(tmp_path)[0].with_name(f".{shards(tmp_path)[0].name}.0123abcd.tmp")
+    temporary.write_bytes(bytes(100))
+    (entry,) = cache_info(tmp_path)
+    assert (entry.description, entry.rows) == (None, 4)
+    assert entry.bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert clear_cache(tmp_path).freed == entry.bytes
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fingerprint in ("a" * 32, "b" * 32):
+        fill(tmp_path, fingerprint=fingerprint)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if "a" * 32 in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    cleared = clear_cache(tmp_path)
+    assert [Path(error.filename).parents[1].name for error in cleared.errors] == ["a" * 32]
+    assert [entry.fingerprint for entry in cache_info(tmp_path)] == ["a" * 32]
+
+
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        for look in (cache_info, clear_cache):
+            with pytest.raises(
+                NotADirectoryError, match=rf"^{root}: expected the folder of the store, found a file\. Set"
+            ):
+                look(root)
 
 
 # ------------------------------------------------------------------------------------------------- whole passes
