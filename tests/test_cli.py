@@ -1,4 +1,4 @@
-"""The command line's own part: help, errors, exit statuses, and what `run` and `cache` hand on."""
+"""The command line's own part: help, errors, exit statuses, and what `run` hands on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import harness_ext
 from harness_ext import cli
-from harness_ext.contracts import Feature
-from harness_ext.engine.store import FeatureStore
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, func: Callable[[argparse.Namespace], Any]) -> None:
@@ -108,7 +105,10 @@ def test_the_status_is_what_the_command_returns(
         (ValueError("a.yaml: expected 2"), "a.yaml: expected 2"),
         (KeyError("unknown prompt 'x'. Did you mean 'y'?"), "unknown prompt 'x'. Did you mean 'y'?"),
         (FileNotFoundError("a.jinja: no such file"), "a.jinja: no such file"),
-        (OSError(28, "No space left on device", "/tmp/x"), "[Errno 28] No space left on device: '/tmp/x'"),
+        (
+            OSError(28, "No space left on device", "/tmp/x"),
+            "/tmp/x: no space left on this disk. Free some, or name a path on another disk.",
+        ),
     ],
 )
 def test_an_error_of_the_user_is_one_line(
@@ -118,7 +118,7 @@ def test_an_error_of_the_user_is_one_line(
     fake_command(monkeypatch, raises(error))
     assert cli.main(["fake"]) == 2
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"error: {message}\n")
+    assert (captured.out, captured.err) == ("", f"harness-ext: error: {message}\n")
 
 
 def test_the_debug_variable_adds_the_traceback(
@@ -129,7 +129,7 @@ def test_the_debug_variable_adds_the_traceback(
     assert cli.main(["fake"]) == 2
     text = capsys.readouterr().err
     assert text.startswith("Traceback")
-    assert text.endswith("error: bad\n")
+    assert text.endswith("harness-ext: error: bad\n")
 
 
 def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,86 +240,3 @@ def test_run_works_where_no_pth_file_is_read() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-
-# ---------------------------------------------------------------------------------------------------------------- cache
-
-
-@pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A store with three states of one model and one of another."""
-    folder = tmp_path / "store"
-    monkeypatch.setenv("HARNESS_EXT_CACHE", str(folder))
-    for fingerprint, description, rows in (("ab12", "gpt2 float32", 3), ("ac34", "opt float32", 1)):
-        written = FeatureStore(folder, fingerprint, description=description)
-        keys = [bytes([row] * 16) for row in range(rows)]
-        written.add(Feature(), keys, np.ones((rows, 300), dtype=np.float32))
-        written.close()
-    return folder
-
-
-def stored(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
-def test_cache_info_lists_models_and_sizes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["cache", "info"]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    total = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    assert first == f"{root}: 2 models, {total / 1024:.1f} KiB of at most 20.0 GiB"
-    assert [[*line.split()[:3], *line.split()[-2:]] for line in rest] == [
-        ["ab12", "3", "rows", "gpt2", "float32"],
-        ["ac34", "1", "rows", "opt", "float32"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "left"), [([], []), (["ac34"], ["ab12"]), (["ac"], ["ab12"])], ids=["all", "one", "a beginning"]
-)
-def test_cache_clear_clears_one_model_or_all(
-    root: Path, capsys: pytest.CaptureFixture[str], given: list[str], left: list[str]
-) -> None:
-    assert cli.main(["cache", "clear", *given]) == 0
-    assert stored(root) == left
-    assert capsys.readouterr().out.startswith(f"{root}: freed ")
-
-
-@pytest.mark.parametrize(("given", "found"), [("zz", "no stored model has"), ("a", "2 stored models have")])
-def test_cache_clear_deletes_nothing_that_is_not_named_clearly(
-    root: Path, capsys: pytest.CaptureFixture[str], given: str, found: str
-) -> None:
-    assert cli.main(["cache", "clear", given]) == 2
-    assert stored(root) == ["ab12", "ac34"]
-    assert f"{found} the fingerprint '{given}'. Stored: ab12, ac34." in capsys.readouterr().err
-
-
-def test_an_empty_cache_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HARNESS_EXT_CACHE", str(tmp_path / "none"))
-    assert cli.main(["cache", "info"]) == 0
-    assert cli.main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == (
-        f"{tmp_path / 'none'}: 0 models, 0 B of at most 20.0 GiB\n{tmp_path / 'none'}: freed 0 B\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "said"), [("1MiB", "of at most 1.0 MiB"), ("2000", "of at most 2.0 KiB"), ("off", ", without a limit")]
-)
-def test_cache_info_shows_the_limit(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str, said: str
-) -> None:
-    monkeypatch.setenv("HARNESS_EXT_CACHE_LIMIT", given)
-    assert cli.main(["cache", "info"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(said)
-
-
-@pytest.mark.parametrize("action", ["info", "clear"])
-def test_cache_says_that_it_is_off(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str
-) -> None:
-    monkeypatch.setenv("HARNESS_EXT_CACHE", "off")
-    assert cli.main(["cache", action]) == 0
-    assert capsys.readouterr().out == "The cache is off (HARNESS_EXT_CACHE=off).\n"
-    assert stored(root) == ["ab12", "ac34"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness_ext.cli import errors
+from harness_ext.cli.text import count
 
 if TYPE_CHECKING:
     from harness_ext.engine.store import CacheEntry
@@ -61,9 +62,9 @@ def info(args: argparse.Namespace) -> int:
         return 1
     size = _size(sum(entry.bytes for entry in entries))
     print(
-        f"{root}: {_count(len(entries), 'model')}, {size} of at most {_size(limit)}"
+        f"{root}: {count(len(entries), 'model')}, {size} of at most {_size(limit)}"
         if limit is not None
-        else f"{root}: {_count(len(entries), 'model')}, {size}, without a limit"
+        else f"{root}: {count(len(entries), 'model')}, {size}, without a limit"
     )
     for entry in entries:
         print(f"  {entry.fingerprint}  {entry.rows:>9,} rows  {_size(entry.bytes):>9}  {_name(entry)}")
@@ -116,14 +117,10 @@ def _name(entry: CacheEntry) -> str:
     return "without a readable model.json" if entry.description is None else entry.description
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _size(count: int) -> str:
-    size = float(count)
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="if DIR holds a demo, replace it and everything else in its folder"
     )
-    parser.set_defaults(func=run)
+    parser.set_defaults(func=run, can_be_resumed=True)
 
 
 def run(args: argparse.Namespace) -> int:

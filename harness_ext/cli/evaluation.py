@@ -29,6 +29,7 @@ class Evaluation:
         tasks: Names of tasks.
         model_args: Further arguments of the model.
         metadata: Options of the tasks, lm_eval's `--metadata`.
+        log_samples: Whether to keep `samples_*.jsonl` beside the result file, lm_eval's `--log_samples`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Evaluation:
     tasks: Sequence[str]
     model_args: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    log_samples: bool = False
 
 
 def find_results(folder: Path, name: str) -> Path | None:
@@ -47,7 +49,7 @@ def find_results(folder: Path, name: str) -> Path | None:
 def evaluate_all(
     evaluations: Sequence[Evaluation], *, where: Path, out: Path, workers: int, threads: int, what: str = "Evaluating"
 ) -> dict[str, Path]:
-    """Evaluate models that have no result file yet, several at a time.
+    """Evaluate models that have no result file yet, or lack samples that are asked for, several at a time.
 
     Args:
         evaluations: What to evaluate.
@@ -66,7 +68,7 @@ def evaluate_all(
     from tqdm.auto import tqdm
 
     out.mkdir(parents=True, exist_ok=True)
-    missing = [evaluation for evaluation in evaluations if find_results(out, evaluation.name) is None]
+    missing = [evaluation for evaluation in evaluations if not _is_done(evaluation, out)]
     failures: list[str] = []
     with (
         ThreadPoolExecutor(max(1, workers)) as pool,
@@ -80,6 +82,11 @@ def evaluate_all(
         raise RuntimeError("\n".join(failures))
     results = {evaluation.name: find_results(out, evaluation.name) for evaluation in evaluations}
     return {name: path for name, path in results.items() if path is not None}
+
+
+def _is_done(evaluation: Evaluation, out: Path) -> bool:
+    found = find_results(out, evaluation.name)
+    return found is not None and (not evaluation.log_samples or any(found.parent.glob("samples_*.jsonl")))
 
 
 def link_data(source: Path, target: Path) -> None:
@@ -128,6 +135,8 @@ def _run_lm_eval(evaluation: Evaluation, where: Path, folder: Path, log: Path, t
     command += ["--tasks", ",".join(evaluation.tasks), "--output_path", str(folder.resolve())]
     if evaluation.metadata:
         command += ["--metadata", json.dumps(evaluation.metadata)]
+    if evaluation.log_samples:
+        command.append("--log_samples")
     # A model's own data, whatever mirror the user has, and no store: every prompt is asked once.
     hidden = ("HARNESS_EXT_DATA", "HARNESS_EXT_PROMPTS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

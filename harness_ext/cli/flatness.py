@@ -11,7 +11,9 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from harness_ext.cli.paths import require_file, require_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,6 +84,9 @@ def chart(args: argparse.Namespace) -> int:
     """
     from harness_ext.flatness import breakdown
 
+    require_file(Path(args.results).expanduser(), "a result file, as lm_eval --output_path writes it")
+    if args.out is not None:
+        require_place(Path(args.out).expanduser(), is_folder=False)
     found = breakdown.read_breakdowns(Path(args.results).expanduser())
     for of_task in found:
         print(f"{of_task.model}, {of_task.task}\n")
@@ -112,7 +117,8 @@ def widen(args: argparse.Namespace) -> int:
         RuntimeError: If the logits differ by more than rounding.
     """
     folder = Path(args.out).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    require_place(folder, is_folder=True)
+    if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(
             f"--out {folder}: expected a new or empty folder, found something in it. Name another one."
         )
@@ -121,15 +127,20 @@ def widen(args: argparse.Namespace) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from harness_ext import __version__
+    from harness_ext.cli.models import loading
     from harness_ext.flatness import widen as widening
 
-    large = AutoConfig.from_pretrained(args.like)
+    with loading(args.like, "--like", what="a config.json"):
+        large = AutoConfig.from_pretrained(args.like)
+    with loading(args.small):
+        small = AutoConfig.from_pretrained(args.small)
     try:
-        widening.plan(AutoConfig.from_pretrained(args.small), large)
+        widening.plan(small, large)
     except ValueError as err:
         raise ValueError(f"--like {args.like}: {err}") from err
     tokenizer = _tokenizer(args.small)
-    model = AutoModelForCausalLM.from_pretrained(args.small, dtype="auto").eval()
+    with loading(args.small):
+        model = AutoModelForCausalLM.from_pretrained(args.small, dtype="auto").eval()
     dtype = model.dtype
     # Half precision would hide a difference in its rounding, so the logits are compared before the weights are rounded.
     model = model.to(torch.promote_types(dtype, torch.float32))
@@ -152,13 +163,69 @@ def widen(args: argparse.Namespace) -> int:
     }
     _save(folder, wide, tokenizer, record, data=Path(args.small).expanduser() / "data")
     rounded = "" if dtype == model.dtype else ", before weights are rounded"
+    measuring = _measuring(Path(args.small).expanduser())
     print(
         f"{_size(model):,} parameters widened to {_size(wide):,}, saved in {str(dtype).removeprefix('torch.')}. "
         f"The logits differ by {difference:.0e} of the largest one{rounded}.\n"
-        "To measure its flatness:\n  lm_eval --tasks loss_wikitext,flatness_wikitext --model hf --model_args "
+        f"To measure its flatness{measuring.note}:\n  {measuring.variable}lm_eval --tasks {measuring.tasks} --model hf "
+        "--model_args "
         f"{shlex.quote(f'pretrained={folder}')}"
     )
     return 0
+
+
+class _Measuring(NamedTuple):
+    """How the flatness of a model is measured on its own text.
+
+    Attributes:
+        tasks: For `--tasks`.
+        variable: What stands before the command.
+        note: What the user has to know.
+    """
+
+    tasks: str
+    variable: str = ""
+    note: str = ""
+
+
+def _measuring(small: Path) -> _Measuring:
+    """The tasks on the language of a model of the lab, or on WikiText-2 for any other."""
+    from harness_ext.lab.checkpoints import LAB_FILE
+
+    usual = _Measuring(
+        "loss_wikitext,flatness_wikitext", note=", on WikiText-2 (loss_corpus,flatness_corpus: any text)"
+    )
+    try:
+        record = json.loads((small / LAB_FILE).read_text(encoding="utf-8"))
+        text = f"harness_ext/{record['language']['kind']}_text"
+    except (OSError, ValueError, KeyError, TypeError):
+        return usual  # no model of the lab, or one of `harness-ext quad train`
+    name = _name_of_corpus(text)
+    if name is None:
+        return _Measuring(
+            "loss_NAME,flatness_NAME",
+            note=f" on its own language; NAME is that of a corpus task of {text}, which is missing here",
+        )
+    tasks = f"loss_{name},flatness_{name}"
+    if (small / "data" / text).is_dir():
+        return _Measuring(tasks)
+    # A checkpoint has no data of its own before it is evaluated.
+    found = next((above / "data" for above in small.resolve().parents if (above / "data" / text).is_dir()), None)
+    folder = "FOLDER_OF_THE_LAB/data" if found is None else str(found)
+    return _Measuring(tasks, variable=f"HARNESS_EXT_DATA={shlex.quote(folder)} ")
+
+
+def _name_of_corpus(dataset: str) -> str | None:
+    """The name in `flatness_NAME` of the tasks on a corpus, by its dataset."""
+    import yaml
+
+    from harness_ext import resources
+
+    for path in sorted(resources.task_configs_folder().glob("*/_corpus.yaml")):
+        if yaml.safe_load(path.read_text(encoding="utf-8")).get("dataset_path") == dataset:
+            for task in path.parent.glob("flatness_*.yaml"):
+                return task.stem.removeprefix("flatness_")
+    return None
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:

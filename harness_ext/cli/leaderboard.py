@@ -10,9 +10,12 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from harness_ext.cli.paths import require_file, require_place
+from harness_ext.cli.text import count
 
 if TYPE_CHECKING:
     from harness_ext.leaderboard.contracts import Board
@@ -78,12 +81,21 @@ def add_parser(subparsers: Any) -> None:
     adding = actions.add_parser(
         "add",
         help="check result files and copy them into the leaderboard's folder",
-        description="Checks each file as CI does, and copies it with its samples and its model's lab.json. The name follows "
-        "from the content, so adding a file twice changes nothing. With --dry-run a file of samples or a lab.json stands for "
-        "the result files of its folder and below.",
+        description="Checks each file as CI does, and copies it with its model's lab.json and with the samples_TASK_DATE.jsonl "
+        "beside it, of which it keeps what the leaderboard reads: per document its hash, scores, target and the beginning of "
+        "its text. The name follows from the content, so adding a file twice changes nothing. With --dry-run a file of "
+        "samples or a lab.json stands for the result files of its folder and below, and samples of files that are in the "
+        "leaderboard's folder already must be as they are kept there.",
     )
     adding.add_argument("files", nargs="+", type=Path, metavar="RESULT.json", help="as lm_eval --output_path writes it")
     adding.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help=f"default: {RESULTS}")
+    adding.add_argument(
+        "--samples",
+        default="all",
+        metavar="TASK,…|all|none",
+        help="tasks whose samples are kept, with commas between them; patterns such as 'natural_*' too (default: all that lie "
+        "beside the file, as their run asked for them; about 135 bytes and the text of each document)",
+    )
     adding.add_argument("--dry-run", action="store_true", help="check only")
     adding.set_defaults(func=add)
     pairing = actions.add_parser(
@@ -116,6 +128,16 @@ def build(args: argparse.Namespace) -> int:
         ValueError: If --readme has no markers.
         ImportError: If --tables are made without matplotlib.
     """
+    if not args.check:
+        for path, option, is_folder in (
+            (args.out, "--out", True),
+            (args.tables, "--tables", True),
+            (args.readme, "--readme", False),
+        ):
+            if path is not None:
+                require_place(path, option, is_folder=is_folder)
+    if args.readme is not None:
+        require_file(args.readme, "a document with the markers", "--readme")
     with _board(args.results) as board:
         return _build(board, args)
 
@@ -192,7 +214,7 @@ def _check(board: Board, args: argparse.Namespace, tables: Path | None, readme: 
         return 0
     print("\n".join(differences[:_SHOWN_LINES]))
     if len(differences) > _SHOWN_LINES:
-        print(f"… and {len(differences) - _SHOWN_LINES:,} more files")
+        print(f"… and {count(len(differences) - _SHOWN_LINES, 'more file')}")
     # So that it can be typed.
     options = [str(args.results)] if args.results != RESULTS else []
     for name in ("tables", "readme", "out"):
@@ -247,8 +269,8 @@ def _write(board: Board, folder: Path, made: Made | None = None, *, with_site: b
 def _report(board: Board, written: Sequence[Path]) -> None:
     limited = f", {len(board.limited):,} more of limited runs" if board.limited else ""
     print(
-        f"{board.num_files:,} result files: {len(board.models):,} models, {len(board.columns):,} tasks, "
-        f"{len(board.scores):,} scores{limited}. Written: {', '.join(map(str, written))}."
+        f"{count(board.num_files, 'result file')}: {count(len(board.models), 'model')}, {count(len(board.columns), 'task')}, "
+        f"{count(len(board.scores), 'score')}{limited}. Written: {', '.join(map(str, written))}."
     )
     for entry in board.unreadable[:_SHOWN_LINES]:
         print(f"  {entry.source}: {entry.reason}", file=sys.stderr)
@@ -318,15 +340,30 @@ def add(args: argparse.Namespace) -> int:
     files = args.files
     if args.dry_run:
         files = dict.fromkeys(path for file in args.files for path in submission.results_of(file))
-    checked = [submission.validate(path, look_in_model_folder=not args.dry_run) for path in files]
-    for found in checked:
+    else:
+        require_place(args.results, "--results", is_folder=True)
+    for path in files:  # a file that another stands for may be gone
+        require_file(path, "a result file, as lm_eval --output_path writes it")
+    checked = [submission.validate(path, samples=args.samples, look_in_model_folder=not args.dry_run) for path in files]
+    if args.dry_run:
+        kept = args.results.resolve()
+        submission.check_kept(
+            [found for found in checked if kept in found.path.resolve().parents],
+            [path for path in args.files if path.suffix == ".jsonl" and kept in path.resolve().parents],
+        )
+    added = [] if args.dry_run else submission.add(checked, args.results)
+    for place, found in enumerate(checked):
         record = found.record
         tasks = ", ".join(task.column.task for task in record.tasks[:8]) + (", …" if len(record.tasks) > 8 else "")
-        print(f"{found.path}: {record.model.name}, {len(record.tasks)} tasks ({tasks})")
+        print(f"{found.path}: {record.model.name}, {count(len(record.tasks), 'task')} ({tasks})")
         for warning in found.warnings:
             print(f"  note: {warning}")
-        if not args.dry_run:
-            print(f"  added as {submission.add(found, args.results)}")
+        if added:
+            sizes = added[place].samples
+            with_samples = (
+                f", with samples of {count(len(sizes), 'task')} ({sum(sizes.values()) / 1e3:,.0f} kB)" if sizes else ""
+            )
+            print(f"  added as {added[place].path}{with_samples}")
     if not args.dry_run:
         where = "" if args.results == RESULTS else f" {shlex.quote(str(args.results))} --out FOLDER"
         print(f"Now run: harness-ext leaderboard build{where}")
@@ -376,11 +413,50 @@ def _compare(board: Board, args: argparse.Namespace) -> int:
             f"{found.num_documents:,} documents{part}; {tested}"
         )
     if not shared:
-        raise ValueError(
-            f"{args.first} and {args.second}: expected a task of which both have samples, found none. Run lm_eval with "
-            "--log_samples, and `harness-ext leaderboard add` the result."
-        )
+        raise ValueError(_why_nothing_is_shared(board, args, {args.first: first, args.second: second}))
     return 0
+
+
+def _why_nothing_is_shared(board: Board, args: argparse.Namespace, models: Mapping[str, str]) -> str:
+    """Of two models, ids by their names as given, that have no task with samples in common."""
+    tasks = {column.id: column.task for column in board.columns}
+    if args.task is not None and args.task not in tasks.values():
+        return f"--task {args.task}: no result of this task. {_near(args.task, set(tasks.values()))}"
+    with_samples = {
+        name: sorted(
+            {tasks[column] for column, of_column in board.vectors.items() for v in of_column if v.model == model}
+        )
+        for name, model in models.items()
+    }
+    of_task = "" if args.task is None else f" of {args.task}"
+    lines = [
+        f"{name} has samples of {', '.join(found[:8])}{', …' if len(found) > 8 else ''}"
+        if found
+        else f"{name} has none"
+        for name, found in with_samples.items()
+    ]
+    return (
+        f"models are compared document by document, and there are no samples{of_task} that both have: {'; '.join(lines)}. Run "
+        "lm_eval with --log_samples on the same tasks, prompts and shots, and `harness-ext leaderboard add` the result."
+    )
+
+
+def _near(name: str, known: Set[str]) -> str:
+    """Names like one that is not known, or what there is."""
+    by_form: dict[str, str] = {}
+    for one in sorted(known):
+        # The name without its organisation, too, in any case.
+        for form in (one.lower(), one.lower().rpartition("/")[2]):
+            by_form.setdefault(form, one)
+    given = name.lower().rpartition("/")[2]
+    close = [by_form[form] for form in difflib.get_close_matches(name.lower(), by_form, n=3)]
+    close += [by_form[form] for form in difflib.get_close_matches(given, by_form, n=3)]
+    close += [one for form, one in by_form.items() if len(given) > 2 and given in form]
+    close = list(dict.fromkeys(close))[:3]
+    if close:
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    shown = ", ".join(sorted(known)[:8]) + (", …" if len(known) > 8 else "")
+    return f"There are {shown}." if known else "There are none."
 
 
 def _model_id(board: Board, name: str) -> str:
@@ -388,8 +464,7 @@ def _model_id(board: Board, name: str) -> str:
     if len(found) == 1:
         return found[0].id
     if not found:
-        close = difflib.get_close_matches(name, [model.name for model in board.models], n=3)
-        raise KeyError(f"no model {name!r}." + (f" Did you mean {', '.join(map(repr, close))}?" if close else ""))
+        raise KeyError(f"no model {name!r}. {_near(name, {model.name for model in board.models})}")
     rows = ", ".join(f"{model.id} ({model.revision}, {model.dtype})" for model in found)
     raise KeyError(f"{name!r} is the name of {len(found)} rows; give the id of one: {rows}.")
 
@@ -402,10 +477,14 @@ def changes(args: argparse.Namespace) -> int:
     """
     from harness_ext.leaderboard.changes import changes as differences
 
+    if args.out is not None:
+        require_place(args.out, is_folder=False)
+
     with _board(args.old) as old, _board(args.new) as new:
         text = differences(old, new)
     if args.out is None:
         print(text, end="")
     else:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_bytes(text.encode("utf-8"))
     return 0

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from harness_ext.cli.paths import require_place
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -98,7 +100,8 @@ def train(args: argparse.Namespace) -> int:
         FileExistsError: If the folder holds something.
     """
     folder = Path(args.out).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    require_place(folder, is_folder=True)
+    if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(
             f"--out {folder}: expected a new or empty folder, found something in it. Name another one."
         )
@@ -277,6 +280,8 @@ def _start(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokeniz
     """Return the model to train, in float32, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from harness_ext.cli.models import loading
+
     given = [name for name in ("tokenizer", *_SIZES) if getattr(args, name) is not None]
     if args.model and given:
         raise ValueError(f"--{given[0]} is for --architecture; a model that is continued has its own")
@@ -284,11 +289,14 @@ def _start(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokeniz
         raise ValueError(
             "--architecture needs --tokenizer: a folder with a tokenizer, or an id on the Hub such as gpt2"
         )
-    tokenizer = AutoTokenizer.from_pretrained(args.model or args.tokenizer)
+    of_tokenizer = (args.model, "--model") if args.model else (args.tokenizer, "--tokenizer")
+    with loading(*of_tokenizer, what="a model" if args.model else "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(of_tokenizer[0])
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{args.model or args.tokenizer}: its tokenizer has no eos_token to put between documents")
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"), tokenizer
+        with loading(args.model, "--model"):
+            return AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"), tokenizer
     from harness_ext.lab.model import ModelConfig, build_model
 
     return build_model(

@@ -25,10 +25,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run lm_eval in this process on `args.arguments` and return the status that `lm_eval` itself would have.
 
+    An error that we raised is shown as one line, any other with its traceback, as `lm_eval` shows both.
+
     Raises:
         FileNotFoundError: If the package has lost its task configs.
     """
     from harness_ext import plugin, resources
+    from harness_ext.cli.errors import one_line_hook
 
     resources.task_configs_folder()  # raises, where discovery inside lm_eval would only leave our tasks out
     plugin.install()
@@ -41,16 +44,18 @@ def run(args: argparse.Namespace) -> int:
     saved = sys.argv
     sys.argv = ["lm-eval", *arguments]  # lm_eval's parser reads nothing else
     try:
-        with plugin.spare_scans():
-            cli_evaluate()
+        with one_line_hook():
+            try:
+                with plugin.spare_scans():
+                    cli_evaluate()
+            except Exception:
+                # Not left to main: of several processes the hook lets one show its error, and the status is that of `lm_eval`.
+                sys.excepthook(*sys.exc_info())
+                return 1
     except SystemExit as done:
         if done.code is None or isinstance(done.code, int):
             return done.code or 0
         print(done.code, file=sys.stderr)
-        return 1
-    except Exception:
-        # Not left to main: where `lm_eval` shows a traceback and status 1, so does this. Of several processes one shows it.
-        sys.excepthook(*sys.exc_info())
         return 1
     finally:
         sys.argv = saved

@@ -10,6 +10,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from harness_ext.cli.paths import require_place
+
 __all__ = ["add_parser", "list_tasks", "new"]
 
 
@@ -89,6 +91,7 @@ def new(args: argparse.Namespace) -> int:
     own_configs, own_prompts = resources.task_configs_folder(), resources.prompts_folder()
     if args.into is not None:
         into = args.into.expanduser()
+        require_place(into, "--into", is_folder=True)
         if args.name in scaffold.read_datasets(own_configs):
             raise FileExistsError(f"{args.name!r} is a dataset of harness_ext itself. Choose another name.")
         configs, templates = into / "task_configs", into / "prompts"

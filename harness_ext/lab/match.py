@@ -27,6 +27,7 @@ __all__ = [
     "Candidate",
     "Group",
     "Matching",
+    "MissedTarget",
     "from_checkpoints",
     "from_folders",
     "from_results",
@@ -92,6 +93,20 @@ class Group:
         return len({model.run for model in self.models})
 
 
+class MissedTarget(NamedTuple):
+    """A loss that was asked for and that no group lies at.
+
+    Attributes:
+        target: The loss.
+        group: The nearest group, more than half a tolerance away.
+        nearest: Models of the nearest losses, the nearest first.
+    """
+
+    target: float
+    group: Group
+    nearest: tuple[Candidate, ...]
+
+
 @dataclass(frozen=True)
 class Matching:
     """Groups by ascending loss, and how they were found.
@@ -102,6 +117,7 @@ class Matching:
         quantity: What was matched, such as "excess loss".
         unit: Of the loss and the tolerance.
         options: Arguments of `match`.
+        missed: Targets without a group at them.
     """
 
     groups: tuple[Group, ...]
@@ -109,6 +125,7 @@ class Matching:
     quantity: str
     unit: str
     options: Mapping[str, Any]
+    missed: tuple[MissedTarget, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For `groups.json`; `name` of a group is A for the smallest loss, and so on."""
@@ -160,11 +177,24 @@ class Matching:
         lines.append("")
         for number, group in enumerate(self.groups):
             lines.append(
-                f"{_letter(number)}: {len(group.models)} models of {group.num_runs} runs, gap {group.gap:.5f} ± "
-                f"{group.stderr:.5f} {self.unit}"
+                f"{_letter(number)}: {_count(len(group.models), 'model')} of {_count(group.num_runs, 'run')}, gap "
+                f"{group.gap:.5f} ± {group.stderr:.5f} {self.unit}"
             )
-        lines.append(f"{len(self.ungrouped)} models in no group")
+        lines.append(f"{_count(len(self.ungrouped), 'model')} in no group")
+        for missed in self.missed:
+            lines.append(
+                f"no group at the target {missed.target:g}: the nearest, {_letter(self.groups.index(missed.group))}, is at "
+                f"{missed.group.middle:.5f}; the nearest losses are {_losses_of(missed.nearest)}"
+            )
         return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _losses_of(models: Sequence[Candidate]) -> str:
+    return ", ".join(f"{model.loss.value:.5f} ({model.name})" for model in models)
 
 
 def _letter(number: int) -> str:
@@ -384,19 +414,30 @@ def match(
     segments = list(_segments(ordered, tolerance, z, min_size, step_factor))
     if not segments:
         raise ValueError(_nothing_matches(ordered, tolerance, z, min_size, step_factor, unit))
+    missed: tuple[MissedTarget, ...] = ()
     if targets is not None:
         chosen = _at_targets(segments, targets, tolerance)
-        wanted = len(targets)
+        if len(chosen) < len(targets):
+            without, others = targets[len(chosen)], ", ".join(f"{target:g}" for target in targets[: len(chosen)])
+            raise ValueError(
+                f"no group is left for the target {without:g}: with a tolerance of {tolerance:g} {unit} and {min_size} models "
+                f"or more in each, every group overlaps one of those for {others}. "
+                f"The losses nearest to it are {_losses_of(_nearest(ordered, without))}. Leave the target out, lower "
+                "--tolerance, or save checkpoints more often."
+            )
+        missed = tuple(
+            MissedTarget(target, segment.group, _nearest(ordered, target))
+            for target, segment in zip(targets, chosen, strict=True)
+            if abs(segment.group.middle - target) > tolerance / 2
+        )
     else:
         chosen = _best(segments, len(ordered), num_groups)
-        wanted = num_groups or 1
-    if len(chosen) < wanted:
-        most = len(_best(segments, len(ordered), None, most_groups=True))
-        raise ValueError(
-            f"asked for {wanted} groups, found {len(chosen) if targets is not None else most} that do not overlap, "
-            f"with a tolerance of {tolerance:g} {unit} and {min_size} models or more in each. Ask for fewer, or save "
-            "checkpoints more often."
-        )
+        if len(chosen) < (num_groups or 1):
+            most = len(_best(segments, len(ordered), None, most_groups=True))
+            raise ValueError(
+                f"asked for {num_groups} groups, found {most} that do not overlap, with a tolerance of {tolerance:g} {unit} "
+                f"and {min_size} models or more in each. Ask for fewer, or save checkpoints more often."
+            )
     groups = tuple(segment.group for segment in sorted(chosen, key=lambda segment: segment.first))
     used = {model.name for group in groups for model in group.models}
     return Matching(
@@ -412,6 +453,7 @@ def match(
             "num_groups": num_groups,
             "targets": None if targets is None else list(targets),
         },
+        missed=missed,
     )
 
 
@@ -485,6 +527,10 @@ def _segments(
             if len(models) >= min_size:
                 models.sort(key=_order)
                 yield _Segment(first, last, Group(tuple(models), gap, stderr, gap + z * stderr))
+
+
+def _nearest(models: Sequence[Candidate], loss: float) -> tuple[Candidate, ...]:
+    return tuple(sorted(models, key=lambda model: (abs(model.loss.value - loss), model.name))[:3])
 
 
 def _order(model: Candidate) -> tuple[float, str]:
@@ -591,9 +637,9 @@ def _nothing_matches(
     most = sum(len(_differing(of_run, ordered[0].loss.value, step_factor)) for of_run in by_run.values())
     if most < min_size:
         return (
-            f"{len(ordered)} models of {runs} runs make no group of {min_size}, whatever the tolerance: a run gives "
-            f"one checkpoint, or several whose steps differ by a factor of {step_factor:g}. Train more runs, or lower "
-            "min_size."
+            f"{_count(len(ordered), 'model')} of {_count(runs, 'run')} make no group of {min_size}, whatever the tolerance: a "
+            f"run gives one checkpoint, or several whose steps differ by a factor of {step_factor:g}. Train more runs, or "
+            "lower --min-size, which is at least 2."
         )
     pairs = []
     for first, low in enumerate(ordered):
@@ -614,8 +660,14 @@ def _nothing_matches(
         else:
             low_place = middle + 1
     enough = loss_groups.round_up(bounds[low_place])
+    share = " Models that read one text share most of their error; --z 0 takes losses as exact." if z > 0 else ""
+    errors = [model.loss.stderr for model in ordered]
+    wide = (
+        f" The losses are known to ± {min(errors):.2g} … {max(errors):.2g} only."
+        if z * min(errors) * math.sqrt(2) > tolerance
+        else ""
+    )
     return (
-        f"no {min_size} models have losses within {tolerance:g} {unit}, {z:g} standard errors included. The nearest "
-        f"pairs: {nearest}. The smallest tolerance with a group is {enough:g}: --tolerance {enough:g}."
-        + (" Models that read one text share most of their error; --z 0 takes losses as exact." if z > 0 else "")
+        f"no {min_size} models have losses within {tolerance:g} {unit}, {z:g} standard errors included. The smallest tolerance "
+        f"with a group is {enough:g}: --tolerance {enough:g}.{wide}{share} The nearest pairs: {nearest}."
     )

@@ -436,7 +436,6 @@ def progress_bar(tokens: int, *, enabled: bool = True, done: int = 0, desc: str 
         desc=desc,
         unit="tok",
         unit_scale=True,
-        mininterval=0.5,
         disable=not (enabled and PartialState().is_main_process),
     )
 

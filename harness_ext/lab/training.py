@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -46,11 +47,32 @@ def train_all(out: Path, plan: Plan, *, workers: int) -> None:
         _progress(out, plan.runs),
         ProcessPoolExecutor(max(1, workers), mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        futures: dict[str, Future[None]] = {run.name: pool.submit(_train, out, run, os.getpid()) for run in waiting}
-        errors = {name: future.exception() for name, future in futures.items()}
+        # Ctrl-C reaches all processes of a terminal. This one ends the workers, which would each print a traceback.
+        with _interrupts_held():
+            futures: dict[str, Future[None]] = {run.name: pool.submit(_train, out, run, os.getpid()) for run in waiting}
+        try:
+            errors = {name: future.exception() for name, future in futures.items()}
+        except KeyboardInterrupt:
+            # Left alone, the pool would first finish what is running and then what is queued.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
     failures = [f"{name}: {error}" for name, error in errors.items() if error is not None]
     if failures:
         raise RuntimeError("runs that failed:\n" + "\n".join(failures))
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back until the end of the block; processes that the block starts never get it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _train(out: Path, run: Run, parent: int) -> None:

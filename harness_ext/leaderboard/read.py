@@ -18,6 +18,7 @@ from typing import Any
 
 from harness_ext.leaderboard import samples as samples_module
 from harness_ext.leaderboard import untrusted
+from harness_ext.leaderboard.ranges import range_of
 from harness_ext.leaderboard.records import ColumnRecord, FileRecord, ModelRecord, Samples, TaskRecord
 from harness_ext.parameter_names import place_of
 
@@ -142,9 +143,11 @@ def result_record(
         if not isinstance(entry, dict):
             problems.append(f"task {untrusted.name(name)!r}: expected a JSON object, found {type(entry).__name__}")
             continue
-        task = _Task(results, config, arguments, str(name), entry).record()
+        reader = _Task(results, config, arguments, str(name), entry)
+        task = reader.record()
         if task is None:
             continue  # a heading of a group, or --predict_only
+        problems += reader.problems
         try:
             found = _samples(results, beside, task, str(name))
         except (ValueError, OSError, RecursionError) as err:
@@ -376,6 +379,8 @@ class _Task:
         self.metadata = untrusted.mapping(self.config.get("metadata"))
         self.report = untrusted.mapping(self.metadata.get("report"))
         self.kind, self.features = self._kind()
+        self.problems: list[str] = []
+        """Of `record`: values that are left blank."""
 
     def _of_task(self, section: str) -> Any:
         return untrusted.mapping(self.results.get(section)).get(self.name)
@@ -451,8 +456,18 @@ class _Task:
                 self.entry.get(f"{metric}_stderr,{filter_name}" if filter_name else f"{metric}_stderr")
             )
             name = untrusted.name(metric if filter_name in ("", "none") else f"{metric},{filter_name}", 120)
-            found[name] = [untrusted.number(value), stderr if stderr is not None and stderr >= 0 else None]
+            number = self._possible(name, value)
+            found[name] = [number, stderr if number is not None and stderr is not None and stderr >= 0 else None]
         return found
+
+    def _possible(self, metric: str, value: Any, prompt: str = "") -> float | None:
+        """A number that the metric can have; any other is a problem of the file, and left blank."""
+        number, possible = untrusted.number(value), range_of(metric, self.kind)
+        if number is None or possible is None or number in possible:
+            return number
+        of_prompt = f", prompt {prompt}" if prompt else ""
+        self.problems.append(f"{metric} of {untrusted.name(self.name)}{of_prompt} is {number:g}, expected {possible}")
+        return None
 
     def _lower_is_better(self, metrics: Mapping[str, Any]) -> list[str]:
         given = dict(untrusted.mapping(self._of_task("higher_is_better")))
@@ -601,7 +616,11 @@ class _Task:
         found = []
         for entry in self._report_prompts():
             given = untrusted.mapping(entry.get("metrics")) or {"acc": entry.get("acc")}
-            metrics = {untrusted.name(key, 60): untrusted.number(value) for key, value in list(given.items())[:50]}
+            prompt = untrusted.name(entry.get("name"), 120)
+            metrics = {
+                name: self._possible(name, value, prompt)
+                for name, value in ((untrusted.name(key, 60), value) for key, value in list(given.items())[:50])
+            }
             intervals = {
                 untrusted.name(key, 60): [untrusted.number(end) for end in ends]
                 for key, ends in list(untrusted.mapping(entry.get("intervals_95")).items())[:50]
@@ -615,7 +634,7 @@ class _Task:
             fits = [untrusted.mapping(probe).get("converged") for probe in _list(entry.get("probes"))]
             found.append(
                 {
-                    "name": untrusted.name(entry.get("name"), 120),
+                    "name": prompt,
                     "metrics": {key: value for key, value in metrics.items() if value is not None},
                     "intervals": {key: ends for key, ends in intervals.items() if None not in ends},
                     "layers": layers,

@@ -34,6 +34,7 @@ from harness_ext.leaderboard.contracts import (
     Vector,
     plain,
 )
+from harness_ext.leaderboard.ranges import is_bounded, is_share
 from harness_ext.leaderboard.records import ColumnRecord, FileRecord, ModelRecord, TaskRecord
 from harness_ext.leaderboard.statistics import interval
 
@@ -47,22 +48,6 @@ SAME_VALUE = 1e-9
 
 _BACKENDS = {"huggingface": "hf", "hf-auto": "hf", "hf-causal": "hf", "hf-causal-experimental": "hf"}
 """Names of one backend in several versions of lm_eval."""
-
-_SHARES = {
-    "acc",
-    "acc_norm",
-    "acc_bytes",
-    "acc_mutual_info",
-    "acc_context",
-    "acc_pmi",
-    "acc_batch",
-    "exact_match",
-    "em",
-}
-"""Names of metrics that are shares of documents; pass@k is one too."""
-
-_BOUNDED = {"f1", "macro_f1", "balanced_acc", "ece", "mc1", "mc2"}
-"""Names of other metrics between 0 and 1. The Brier score of several classes goes up to 2."""
 
 _NOT_FLATNESS = ("loss", "bits_per_byte")
 
@@ -533,20 +518,15 @@ def _column(identifier: str, record: ColumnRecord, runs: Sequence[tuple[TaskReco
         metric=metric,
         metrics=(metric, *sorted(names - {metric})),
         higher_is_better={name: name not in lower for name in sorted(names)},
-        bounded=(_is_share(metric) or metric.partition(",")[0] in _BOUNDED)
+        bounded=is_bounded(metric)
         # Some tasks give per cent under these names.
         and all(0 <= shown.value <= 1 for shown in shown_values if shown.value is not None),
-        is_share=_is_share(metric),
+        is_share=is_share(metric),
         chance=min(chances, key=lambda value: (-chances[value], value)) if chances else None,
         num_documents=_commonest(count for count in counts if count),
         settings=record.settings,
         lm_eval_versions=tuple(sorted({run.versions["lm_eval"] for _, run in runs if "lm_eval" in run.versions})),
     )
-
-
-def _is_share(metric: str) -> bool:
-    base = metric.partition(",")[0]
-    return base in _SHARES or re.fullmatch(r"pass@\d+", base) is not None
 
 
 def _commonest(values: Iterable[int]) -> int | None:

@@ -3,6 +3,9 @@
 A document is known by lm_eval's doc_hash, the SHA-256 of its JSON, of which 12 digits are kept; the same document met again in
 a task is "#2", "#3", … in the order of doc_id, so that repetitions pair up too. Files before lm_eval 0.4.3 have no hash: it is
 made here by the same rule.
+
+lm_eval keeps of each document its prompt, the model's answers and all that a metric is made of. `thin_samples` keeps what
+this module reads, in the same format, so that a results folder can hold it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ __all__ = [
     "read_documents",
     "sample_files",
     "samples_lines",
+    "thin_samples",
 ]
 
 MAX_DOCUMENTS = 200_000
@@ -101,16 +105,7 @@ def join_samples(
         ValueError: If a document is there twice, or has neither hash nor content, or there are more than `MAX_DOCUMENTS`.
     """
     rows: dict[int, tuple[str, list[float | None]]] = {}
-    for sample in samples:
-        if sample.get("filter", filter_name) != filter_name:
-            continue
-        doc_id = untrusted.whole_number(sample.get("doc_id"))
-        if doc_id is None:
-            raise ValueError(f"doc_id is {sample.get('doc_id')!r}, expected the number of a document")
-        if doc_id in rows:
-            raise ValueError(f"document {doc_id} is there twice")
-        if len(rows) >= MAX_DOCUMENTS:
-            raise ValueError(f"expected at most {MAX_DOCUMENTS:,} documents, found more")
+    for doc_id, sample in _of_filter(samples, filter_name):
         rows[doc_id] = (doc_hash(sample), [untrusted.number(sample.get(metric)) for metric in metrics])
     keyed = sorted(
         (key, values) for key, (_, values) in _numbered({doc_id: row[0] for doc_id, row in rows.items()}, rows)
@@ -138,6 +133,61 @@ def read_documents(samples: Iterable[Mapping[str, Any]], *, filter_name: str) ->
         (Document(key, text, target) for key, (text, target) in _numbered(hashes, rows)),
         key=lambda document: document.key,
     )
+
+
+def thin_samples(samples: Iterable[Mapping[str, Any]], metrics: Iterable[str], *, filter_name: str) -> bytes:
+    """What `join_samples` and `read_documents` read of samples, as a file that they read the same from.
+
+    A line has doc_id, doc_hash in full, the filter where it is not "none", the metrics, and target and text cut as
+    `read_documents` cuts them.
+
+    Args:
+        samples: As `samples_lines` gives them, in any order.
+        metrics: Names that are kept, where they are numbers.
+        filter_name: The filter that is kept.
+
+    Returns:
+        JSON lines in the order of doc_id. The same for the same samples; that of thin samples is what they are.
+
+    Raises:
+        ValueError: As `join_samples`.
+    """
+    names = sorted(metrics)
+    lines: dict[int, bytes] = {}
+    for doc_id, sample in _of_filter(samples, filter_name):
+        numbers = {name: untrusted.number(sample.get(name)) for name in names}
+        kept = {name: number for name, number in numbers.items() if number is not None} | {
+            "doc": {"text": document_text(sample.get("doc"))},
+            "doc_hash": doc_hash(sample),
+            "doc_id": doc_id,
+            "target": untrusted.text(sample.get("target"), TARGET_CHARACTERS),
+        }
+        if filter_name != "none":
+            kept["filter"] = filter_name
+        line = json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        lines[doc_id] = line.encode("utf-8") + b"\n"
+    return b"".join(lines[doc_id] for doc_id in sorted(lines))
+
+
+def _of_filter(samples: Iterable[Mapping[str, Any]], filter_name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """doc_id and sample of those of the filter; files before lm_eval 0.4.5 do not name it.
+
+    Raises:
+        ValueError: If a document has no number or is there twice, or there are more than `MAX_DOCUMENTS`.
+    """
+    met: set[int] = set()
+    for sample in samples:
+        if sample.get("filter", filter_name) != filter_name:
+            continue
+        doc_id = untrusted.whole_number(sample.get("doc_id"))
+        if doc_id is None:
+            raise ValueError(f"doc_id is {sample.get('doc_id')!r}, expected the number of a document")
+        if doc_id in met:
+            raise ValueError(f"document {doc_id} is there twice")
+        if len(met) >= MAX_DOCUMENTS:
+            raise ValueError(f"expected at most {MAX_DOCUMENTS:,} documents, found more")
+        met.add(doc_id)
+        yield doc_id, sample
 
 
 def _numbered(hashes: Mapping[int, str], rows: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:

@@ -85,6 +85,33 @@ def test_half_precision_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert torch.equal(wide, block.repeat(2, 2) / 2)
 
 
+@pytest.mark.parametrize("kind", ["hmm", "pcfg", "reviews"])
+def test_a_model_of_the_lab_is_measured_on_its_own_language(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    like, text = save_large(tmp_path / "large", "gpt2", n_embd=64), f"harness_ext/{kind}_text"
+    lab = tmp_path / "a lab"
+    small = save_small(lab / "runs" / "sgd" / "checkpoints" / "step_1", "gpt2")
+    tasks = {"reviews": "loss_demo,flatness_demo"}.get(kind, f"loss_{kind},flatness_{kind}")
+
+    def told(name: str) -> str:
+        assert main(["flatness", "widen", str(small), "--like", str(like), "--out", str(tmp_path / name)]) == 0
+        return capsys.readouterr().out
+
+    assert "  lm_eval --tasks loss_wikitext,flatness_wikitext --model hf" in told("of_anyone")
+    # As `harness-ext quad train` writes it.
+    (small / "lab.json").write_text('{"made_by": "harness-ext quad train"}')
+    assert "  lm_eval --tasks loss_wikitext,flatness_wikitext --model hf" in told("of_quad")
+    (small / "lab.json").write_text(json.dumps({"language": {"kind": kind}}))
+    assert f"  HARNESS_EXT_DATA=FOLDER_OF_THE_LAB/data lm_eval --tasks {tasks} --model hf" in told("without_data")
+    (lab / "data" / text).mkdir(parents=True)
+    assert f"  HARNESS_EXT_DATA='{lab / 'data'}' lm_eval --tasks {tasks} --model hf" in told("of_the_lab")
+    (small / "data" / text).mkdir(parents=True)
+    assert f"  lm_eval --tasks {tasks} --model hf" in told("with_data")
+    (small / "lab.json").write_text(json.dumps({"language": {"kind": "runes"}}))
+    assert "lm_eval --tasks loss_NAME,flatness_NAME --model hf" in told("of_another")
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main(["flatness", "widen", *map(str, arguments)]) == 2
     return capsys.readouterr().err

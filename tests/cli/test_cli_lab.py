@@ -262,7 +262,7 @@ def test_a_checkpoint_without_weights_is_named(
     weights.unlink()
     assert main(["lab", "match", str(tmp_path / "runs"), "--tolerance", "5"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {weights.parent}: has lab.json and no weights")
+    assert error.startswith(f"harness-ext: error: {weights.parent}: has lab.json and no weights")
     shutil.rmtree(weights.parent)
     assert main(["lab", "match", str(tmp_path / "runs"), "--tolerance", "5"]) == 0
 
@@ -283,7 +283,7 @@ def test_more_states_than_the_vocabulary_allows(
     monkeypatch.setitem(PRESETS, "cpu", lambda seed: replace(plan, sizes={"states": 10, "words": 8}))
     assert main(["lab", "run", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: language 'hmm', seed 0, states=10, words=8: ")
+    assert error.startswith("harness-ext: error: language 'hmm', seed 0, states=10, words=8: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -396,7 +396,8 @@ def test_sde_check_of_a_model_that_it_trains(
     monkeypatch.setattr(sde, "sde_check", diverges)
     assert main(command) == 2
     assert capsys.readouterr().err == (
-        "error: the start's training diverged (the training loss became nan at step 3); name a checkpoint with --start\n"
+        "harness-ext: error: the start's training diverged (the training loss became nan at step 3); name a checkpoint with "
+        "--start\n"
     )
 
 
@@ -417,7 +418,7 @@ def test_what_sde_check_refuses(
 ) -> None:
     assert main(["lab", "sde-check", "--out", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ")
+    assert error.startswith("harness-ext: error: ")
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -79,7 +79,7 @@ def test_unknown_names_are_one_line_and_status_2(capsys: pytest.CaptureFixture[s
     for command in (["list", "tss/*"], ["show", "sst/it_wsa"], ["check", "sst/it_wsa"], ["show", "../x/y"]):
         assert main(["prompts", *command]) == 2
         captured = capsys.readouterr()
-        assert captured.err.startswith("error: ")
+        assert captured.err.startswith("harness-ext: error: ")
         assert len(captured.err.splitlines()) == 1
     assert main(["prompts", "check", "sst/it_was", "--dataset", "sts"]) == 2
     assert "unknown dataset 'sts'" in capsys.readouterr().err
@@ -457,4 +457,4 @@ def test_what_words_refuses_before_it_loads_the_model(
     assert main(["prompts", "words", *arguments, "--model", "no/such-model"]) == 2
     captured = capsys.readouterr()
     assert part in captured.err
-    assert len([line for line in captured.err.splitlines() if line.startswith("error: ")]) == 1
+    assert len([line for line in captured.err.splitlines() if line.startswith("harness-ext: error: ")]) == 1

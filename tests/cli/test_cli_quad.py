@@ -81,10 +81,14 @@ def test_a_model_is_continued_and_lm_eval_runs_on_it(
     assert [path.name for path in out.parent.iterdir()] == ["quad"]
 
     tasks = ("natural_demo", "probe_demo")
-    evaluation = Evaluation("quad", "quad", tasks)
+    evaluation = Evaluation("quad", "quad", tasks, log_samples=True)
     results = evaluate_all([evaluation], where=out.parent, out=tmp_path / "results", workers=1, threads=1)
     found = json.loads(results["quad"].read_text())["results"]
     assert all(0 <= found[task]["acc,none"] <= 1 for task in tasks)
+    for task in tasks:
+        (samples,) = results["quad"].parent.glob(f"samples_{task}_*.jsonl")
+        scores = [json.loads(line)["acc"] for line in samples.read_text().splitlines()]
+        assert sum(scores) / len(scores) == pytest.approx(found[task]["acc,none"])
 
 
 def test_the_result_depends_on_the_seed_alone(start: Path, text: Path, tmp_path: Path) -> None:
@@ -161,9 +165,12 @@ def test_what_is_in_the_folder_is_left_alone(
     start: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for out in (tmp_path, tmp_path / "notes.txt"):
+    for out, message in (
+        (tmp_path, "expected a new or empty folder"),
+        (tmp_path / "notes.txt", "expected a folder, found a file"),
+    ):
         assert main(["quad", "train", "--model", str(start), "--text", str(text), "--out", str(out)]) == 2
-        assert "expected a new or empty folder" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 

@@ -152,6 +152,40 @@ def test_targets() -> None:
     assert found.to_dict()["options"]["targets"] == [2.9, 1.001]
 
 
+def test_a_target_that_no_group_lies_at_is_named_with_the_nearest_losses() -> None:
+    models = [model(f"r{i}", step, level + i * 1e-4) for step, level in ((1, 1.0), (2, 2.0)) for i in range(4)]
+    found = match(models, tolerance=0.01, z=0, targets=[99, 1.004])
+    assert [missed.target for missed in found.missed] == [99]
+    assert found.table_lines()[-1] == (
+        "no group at the target 99: the nearest, B, is at 2.00015; the nearest losses are 2.00030 (r3-2), 2.00020 (r2-2), "
+        "2.00010 (r1-2)"
+    )
+    # Half a tolerance from the middle, 1.00015, is at the target.
+    assert match(models, tolerance=0.01, z=0, targets=[1.0051]).missed == ()
+    assert [missed.target for missed in match(models, tolerance=0.01, z=0, targets=[1.0052]).missed] == [1.0052]
+
+
+def test_a_target_that_no_group_is_left_for_is_named() -> None:
+    models = [model(f"r{i}", 1, 1.0 + i * 1e-4) for i in range(4)]
+    with pytest.raises(ValueError, match=r"no group is left for the target 2: .*one of those for 1\. ") as caught:
+        match(models, tolerance=0.01, z=0, targets=[1.0, 2.0])
+    assert "nearest to it are 1.00030 (r3-1), 1.00020 (r2-1), 1.00010 (r1-1)" in str(caught.value)
+
+
+def test_losses_with_wide_errors_say_so_and_which_tolerance_would_do() -> None:
+    rng = np.random.default_rng(5)
+    for size in (3, 4, 8):
+        models = [model(f"r{i}", 1, float(rng.normal(3, 0.1)), float(rng.uniform(0.007, 0.009))) for i in range(size)]
+        with pytest.raises(ValueError, match=r"smallest tolerance with a group is 0\.\d+: --tolerance") as caught:
+            match(models, tolerance=0.005)
+        errors = [one.loss.stderr for one in models]
+        assert f"The losses are known to ± {min(errors):.2g} … {max(errors):.2g} only." in str(caught.value)
+        enough = float(str(caught.value).partition("--tolerance ")[2].partition(" ")[0].rstrip("."))
+        assert match(models, tolerance=enough).groups
+        with pytest.raises(ValueError, match="no 3 models"):
+            match(models, tolerance=0.98 * enough)
+
+
 def test_the_order_of_the_input_does_not_matter() -> None:
     models = trajectories(4)
     assert match(models, tolerance=0.01) == match(models[::-1], tolerance=0.01)
@@ -167,6 +201,8 @@ def test_a_tolerance_that_matches_nothing_says_what_would() -> None:
     with pytest.raises(ValueError, match=r"nearest pairs: c-1 and c-2: 0\.0001 ± 0\.00014; a-1 and b-1") as caught:
         match(models, tolerance=0.01)
     assert "--z 0 takes losses as exact" in str(caught.value)
+    # Their errors are not what keeps these apart.
+    assert "are known to" not in str(caught.value)
     enough = float(str(caught.value).rpartition("--tolerance ")[2].partition(" ")[0].rstrip("."))
     assert match(models, tolerance=enough).groups
     with pytest.raises(ValueError, match="no 3 models"):
@@ -211,7 +247,7 @@ def test_table_and_json() -> None:
     assert lines[0].split() == ["group", "model", "algorithm", "parameters", "step", "excess", "loss", "±"]
     assert lines[2].split() == ["A", "sgd-w64-900", "sgd", "-", "900", "1.00100", "0.00000"]
     assert lines[-2] == "A: 3 models of 3 runs, gap 0.00200 ± 0.00000 nats per token"
-    assert lines[-1] == "1 models in no group"
+    assert lines[-1] == "1 model in no group"
     content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert content["groups"][0]["name"] == "A"
     assert content["groups"][0]["models"][0]["loss"] == {"value": 1.0, "stderr": 0.0}

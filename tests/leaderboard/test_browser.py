@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ import pytest
 from boards import HOSTILE_NAMES, HOSTILE_TEXT, column_id, model_id, synthetic_board
 
 from harness_ext.leaderboard import statistics
+from harness_ext.leaderboard.build import build_board
+from harness_ext.leaderboard.cache import Cache
+from harness_ext.leaderboard.compare import compare_vectors
 from harness_ext.leaderboard.contracts import Board
 from harness_ext.leaderboard.site import write_site
 from harness_ext.loss_groups import Z, loss_groups
@@ -562,7 +566,7 @@ def test_by_keyboard_alone_sort_open_a_model_and_compare_two(site: Site) -> None
     site.keys(Keys.ENTER)
     site.until("document.body.dataset.ready === 'compare'")
     site.until("document.querySelector('.page').dataset.compared")
-    assert "A alone right" in site.find("main").text
+    assert "not compared by document" in site.find("main").text
     site.driver.back()
     site.until("document.body.dataset.ready === 'overview'")
     site.settle()
@@ -731,15 +735,27 @@ def test_a_comparison_agrees_with_the_package_and_refuses_other_documents(site: 
     pair = list(zip(vectors[first.id].codes, vectors[board.models[3].id].codes, strict=True))
     alone = pair.count(("1", "0")), pair.count(("0", "1"))
     row = next(row for row in rows if row[0] == column.label)
-    assert row[4:7] == [str(alone[0]), str(alone[1]), str(len(pair))]
-    assert float(row[7]) == pytest.approx(statistics.mcnemar_exact(*alone), abs=5e-5)
-    assert float(row[3].split()[0].replace("−", "-")) == pytest.approx(
+    assert row[5:8] == [str(alone[0]), str(alone[1]), str(len(pair))]
+    assert float(row[2]) == pytest.approx(statistics.mcnemar_exact(*alone), abs=5e-5)
+    assert float(row[1].split()[0].replace("−", "-")) == pytest.approx(
         100 * (alone[0] - alone[1]) / len(pair), abs=0.051
+    )
+
+    # In words: who is better where the interval is on one side of 0.
+    ends = [
+        [float(end) for end in row[1].replace("−", "-").split("[")[1].rstrip("]").split(",")]
+        for row in rows
+        if len(row) == 9 and "[" in row[1]
+    ]
+    of_a, of_b = sum(low > 0 for low, _ in ends), sum(high < 0 for _, high in ends)
+    assert site.find(".verdicts").text == (
+        f"Of {len(ends)} tasks compared by document, A is better on {of_a}, B on {of_b}, and on {len(ends) - of_a - of_b} no "
+        "difference is shown: the interval has 0 in it."
     )
 
     site.open(f"#/compare/{first.id}/{second.id}")
     site.until("document.querySelector('.page').dataset.compared")
-    assert "not compared: the documents differ: 0 of 220 and 220 are shared" in site.find("main").text
+    assert "the documents differ: 0 of 220 and 220 are shared" in site.find("main").text.lower()
 
 
 def test_documents_on_which_two_models_disagree(site: Site, board: Board) -> None:
@@ -759,6 +775,39 @@ def test_documents_on_which_two_models_disagree(site: Site, board: Board) -> Non
     shown = site.run("return [...document.querySelectorAll('.document')].map((node) => node.textContent)")
     assert shown == differing[: len(shown)]
     assert len(shown) == min(25, len(differing))
+
+
+def test_two_committed_models_of_equal_loss_differ_on_documents_that_are_shown(driver: Any, tmp_path: Path) -> None:
+    committed = Path(__file__).resolve().parents[2] / "leaderboard" / "results" / "lab_cpu"
+    for name in ("adamw-w64-d4-00004100", "adversarial-w64-00004800"):
+        shutil.copytree(committed / name, tmp_path / "results" / name)
+    board = build_board(tmp_path / "results", Cache(None, ""))
+    write_site(board, tmp_path / "site", downloads={})
+    first, second = sorted(board.models, key=lambda model: model.name)
+    (column,) = (column for column in board.columns if column.id in board.vectors)
+    vectors = {vector.model: vector for vector in board.vectors[column.id]}
+    expected = compare_vectors(
+        vectors[first.id], vectors[second.id], board.document_sets[column.id], rng=np.random.default_rng(0)
+    )
+    assert expected.p_value is not None
+    assert expected.p_value < 1e-9
+
+    driver.get_log("browser")
+    site = Site(driver, tmp_path / "site")
+    site.open(f"#/compare/{first.id}/{second.id}")
+    site.until("document.querySelector('.documents li')")
+    said = site.find(".verdicts").text
+    assert said.startswith(f"{column.task}: A is better by {-100 * expected.difference.value:.1f} points;")
+    assert said.endswith(f"Of 2,000 documents A alone has {expected.first_only} right, B alone {expected.second_only}.")
+    text = site.find("main").text
+    assert "No difference in loss is shown." in text
+    assert "19 tasks not compared by document" in text
+    assert len(board.documents[column.id]) > 100
+    site.choose("#side", "b")
+    verdicts = site.run("return [...document.querySelectorAll('.documents li')].map((node) => node.innerText)")
+    assert len(verdicts) == 25
+    assert all(re.fullmatch(r"(w\d+ ?)+\s+target [0-3]\s+A wrong\s+B right", shown.strip()) for shown in verdicts)
+    check_console_and_network(driver, tmp_path / "site")
 
 
 def test_findings_and_tasks_and_about(site: Site, board: Board) -> None:

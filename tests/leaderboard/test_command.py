@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_build_then_check_then_stale(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("build") == 0
-    assert "1 result files: 1 models, 1 tasks, 1 scores" in capsys.readouterr().out
+    assert "1 result file: 1 model, 1 task, 1 score." in capsys.readouterr().out
     site = here / "leaderboard" / "site"
     assert {path.name for path in site.iterdir()} >= {*EXPORTS, "index.html", "data"}
     assert "org/tiny" in (here / "README.md").read_text()
@@ -168,9 +168,30 @@ def test_add_and_dry_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not list((here / "leaderboard").rglob("*new*"))
     assert run("add", new) == 0
     out = capsys.readouterr().out
-    assert "org/new, 1 tasks (reviews)" in out
+    assert "org/new, 1 task (reviews)" in out
     (added,) = (here / "leaderboard" / "results").glob("org__new-*/results_*.json")
     assert str(added.relative_to(here)) in out
+
+
+def test_samples_are_chosen_added_and_checked_where_they_lie(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = write(here / "out" / "results_2.json", result_file(["films", "reviews"], model="org/new", documents=2))
+    raw = [
+        write_samples(here / "out" / f"samples_{task}_2.jsonl", [sample(0, 1.0), sample(1, 0.0)])
+        for task in ("films", "reviews")
+    ]
+    assert run("add", "--samples", "films", new) == 0
+    assert "with samples of 1 task (0 kB)" in capsys.readouterr().out
+    (kept,) = Path("leaderboard/results").glob("org__new-*/samples_*.jsonl")
+    assert kept.name.startswith("samples_films_")
+    # Samples as lm_eval writes them are checked where they are, and refused in the leaderboard's folder.
+    assert run("add", "--dry-run", raw[0]) == run("add", "--dry-run", kept) == 0
+    kept.write_bytes(raw[0].read_bytes())
+    with pytest.raises(ValueError, match="expected samples as `harness-ext leaderboard add` keeps them"):
+        run("add", "--dry-run", kept)
+    kept.unlink()
+    stray = write_samples(kept.with_name("samples_films_3.jsonl"), [sample(0, 1.0)])
+    with pytest.raises(ValueError, match=r"samples_films_3\.jsonl: expected samples_TASK_DATE"):
+        run("add", "--dry-run", stray)
 
 
 def test_one_bad_file_adds_none(here: Path) -> None:
@@ -204,8 +225,22 @@ def test_compare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "films: refused, the documents differ: 220 and 220, of which 219 are the same" in capsys.readouterr().out
     with pytest.raises(KeyError, match="Did you mean 'org/second'"):
         run("compare", "org/first", "org/secnd")
-    with pytest.raises(ValueError, match="log_samples"):
+    # Without the organisation, and in any case.
+    for near in ("Second", "SECND", "org/seco"):
+        with pytest.raises(KeyError, match=f"no model '{near}'. Did you mean 'org/second'"):
+            run("compare", "org/first", near)
+    with pytest.raises(KeyError, match="There are org/first, org/other, org/second, org/tiny-1M"):
+        run("compare", "org/first", "zzz")
+    with pytest.raises(
+        ValueError, match=r"org/first has samples of films; org/tiny-1M has samples of reviews.*log_samples"
+    ):
         run("compare", "org/first", "org/tiny-1M")
+    with pytest.raises(ValueError, match=r"--task film: no result of this task\. Did you mean 'films'"):
+        run("compare", "org/first", "org/second", "--task", "film")
+    for place, name in enumerate(("org/bare", "org/plain")):
+        write(folder / f"results_e{place}.json", result_file(["films"], model=name, documents=220))
+    with pytest.raises(ValueError, match=r"org/bare has none; org/plain has none\. Run lm_eval with --log_samples"):
+        run("compare", "org/bare", "org/plain")
 
 
 def test_changes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from result_files import lab_json, result_file, sample, task_config, write, write_samples
 
+from harness_ext.leaderboard import submission
 from harness_ext.leaderboard.build import build_board
 from harness_ext.leaderboard.cache import Cache
 from harness_ext.leaderboard.changes import changes
-from harness_ext.leaderboard.contracts import Board
-from harness_ext.leaderboard.submission import add, results_of, validate
+from harness_ext.leaderboard.contracts import ALPHABET, Board
+from harness_ext.leaderboard.submission import add, check_kept, results_of, validate
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "leaderboard"
 
@@ -27,7 +28,7 @@ def test_a_real_file_is_added_with_slim_samples_that_say_the_same(tmp_path: Path
     source = next((GOLDEN / "lm_eval-0.4.13" / "plain").glob("*.json"))
     found = validate(source)
     assert found.warnings == ()
-    target = add(found, tmp_path / "results")
+    target = add([found], tmp_path / "results")[0].path
     assert target.parent.name.startswith("tiny__gpt2-")
     assert target.read_bytes() == source.read_bytes()
     (samples,) = target.parent.glob("*.jsonl")
@@ -39,7 +40,7 @@ def test_a_real_file_is_added_with_slim_samples_that_say_the_same(tmp_path: Path
     assert ours.document_sets == theirs.document_sets
     # Adding again changes nothing.
     before = {path: path.read_bytes() for path in target.parent.iterdir()}
-    assert add(validate(source), tmp_path / "results") == target
+    assert add([validate(source)], tmp_path / "results")[0].path == target
     assert {path: path.read_bytes() for path in target.parent.iterdir()} == before
     # What was added can be checked where it lies, as CI does.
     assert validate(target).record.digest == found.record.digest
@@ -52,16 +53,121 @@ def test_samples_without_hashes_keep_their_documents(tmp_path: Path) -> None:
     for line in lines:
         del line["doc_hash"]
     write_samples(tmp_path / "in" / "samples_reviews_1.jsonl", lines)
-    add(validate(path), tmp_path / "results")
+    add([validate(path)], tmp_path / "results")
     (sets,) = board_of(tmp_path / "results").document_sets.values()
     assert set(sets[0]) == expected
+
+
+def run_with_samples(folder: Path, tasks: tuple[str, ...] = ("reviews", "news", "plain"), count: int = 3) -> Path:
+    """A result file of which all tasks but `plain` have samples."""
+    for task in tasks:
+        if task != "plain":
+            write_samples(folder / f"samples_{task}_1.jsonl", [sample(i, i % 2) for i in range(count)])
+    return write(folder / "results_1.json", result_file(tasks, documents=count))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [
+        ("all", {"reviews", "news"}),
+        ("none", set()),
+        ("news", {"news"}),
+        ("news, reviews", {"reviews", "news"}),
+        ("re*", {"reviews"}),
+    ],
+)
+def test_samples_of_chosen_tasks_are_kept(chosen: str, kept: set[str], tmp_path: Path) -> None:
+    found = validate(run_with_samples(tmp_path / "in"), samples=chosen)
+    (added,) = add([found], tmp_path / "results")
+    assert added.samples.keys() == kept
+    files = {path.name.split("_")[1]: path.stat().st_size for path in added.path.parent.glob("*.jsonl")}
+    assert files == added.samples
+    assert len(board_of(tmp_path / "results").vectors) == len(kept)
+    without = " ".join(found.warnings).partition("cannot be compared by document: ")[2]
+    assert set(without.split(", ")) == {"reviews", "news", "plain"} - kept
+
+
+@pytest.mark.parametrize("chosen", ["plain", "news,reviewz", "", ","])
+def test_tasks_without_samples_are_named(chosen: str, tmp_path: Path) -> None:
+    path = run_with_samples(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"results_1\.json: --samples .*: expected all, none .*; there are news, reviews$"
+    ):
+        validate(path, samples=chosen)
+
+
+def test_samples_that_cannot_be_read_may_be_left_behind(tmp_path: Path) -> None:
+    path = run_with_samples(tmp_path / "in")
+    (tmp_path / "in" / "samples_news_1.jsonl").write_text('{"doc_id": 0}\n')
+    with pytest.raises(ValueError, match="samples of news are left out: document 0 has neither"):
+        validate(path, samples="reviews")
+    (added,) = add([validate(path, samples="none")], tmp_path / "results")
+    assert added.samples == {}
+
+
+def test_samples_can_be_added_later(tmp_path: Path) -> None:
+    path = run_with_samples(tmp_path / "in")
+    for chosen, count in (("none", 0), ("news", 1), ("none", 1), ("all", 2)):
+        add([validate(path, samples=chosen)], tmp_path / "results")
+        assert len(list((tmp_path / "results").rglob("*.jsonl"))) == count
+    assert board_of(tmp_path / "results").num_files == 1
+
+
+def test_nothing_is_added_if_one_file_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = validate(run_with_samples(tmp_path / "good"))
+    large = validate(run_with_samples(tmp_path / "large", ("reviews",), count=200))
+    results = tmp_path / "results"
+    monkeypatch.setattr(submission, "MAX_SAMPLES_BYTES", 10_000)
+    with pytest.raises(ValueError, match=r"samples_reviews_1\.jsonl: expected at most 10,000 bytes .* --samples TASK"):
+        add([good, large], results)
+    assert list(results.iterdir()) == []
+    # Nor if a file changes after it was checked.
+    write_samples(tmp_path / "good" / "samples_news_1.jsonl", [sample(i, 1.0) for i in range(3)])
+    with pytest.raises(ValueError, match=r"samples_news_1\.jsonl: was changed while it was read"):
+        add([good], results)
+    run_with_samples(tmp_path / "good", ("reviews",))
+    with pytest.raises(ValueError, match=r"results_1\.json: was changed while it was read"):
+        add([good], results)
+    assert list(results.iterdir()) == []
+
+
+def test_samples_in_the_folder_are_as_they_are_kept(tmp_path: Path) -> None:
+    path = run_with_samples(tmp_path / "in", ("reviews",))
+    (added,) = add([validate(path)], tmp_path / "results")
+    (kept,) = added.path.parent.glob("*.jsonl")
+    check_kept([validate(added.path)], [kept])
+    # Samples of a task that the file does not have, or of no result file.
+    for name in (kept.name.replace("reviews", "news"), "samples_reviews_1.jsonl"):
+        shutil.copyfile(kept, kept.with_name(name))
+        with pytest.raises(ValueError, match=rf"{name}: expected samples_TASK_DATE\.jsonl beside .* Delete it"):
+            check_kept([validate(added.path)], [kept, kept.with_name(name)])
+    # As lm_eval writes them, with prompts and answers; and the right ones in another order.
+    whole = (tmp_path / "in" / "samples_reviews_1.jsonl").read_bytes()
+    for content in (whole, b"".join(kept.read_bytes().splitlines(keepends=True)[::-1])):
+        kept.write_bytes(content)
+        with pytest.raises(ValueError, match=r"expected samples as `harness-ext leaderboard add` keeps them"):
+            check_kept([validate(added.path)])
+
+
+COMMITTED = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(COMMITTED.rglob("samples_*.jsonl")), ids=lambda path: path.parent.name)
+def test_committed_samples_are_as_they_are_kept_and_give_the_committed_score(path: Path) -> None:
+    date = path.stem.rpartition("_")[2]
+    found = validate(path.with_name(f"results_{date}.json"))
+    check_kept([found], [path])
+    (task,) = (task for task in found.record.tasks if task.samples is not None and task.samples.file == path.name)
+    assert task.samples is not None
+    values, codes = task.samples.metrics["acc"]
+    assert sum(values[ALPHABET.index(code)] for code in codes) / len(codes) == task.metrics["acc"][0]
 
 
 def test_the_same_file_under_another_name_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.json", result_file())
     write(tmp_path / "results" / "other" / "results_1.json", result_file())
     with pytest.raises(ValueError, match="the same file is there already"):
-        add(validate(path), tmp_path / "results")
+        add([validate(path)], tmp_path / "results")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +210,7 @@ def test_what_a_reviewer_should_look_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../../escape", "/etc/passwd", "a" * 300, "名前", "..", ".", "con\x00", "a/b"])
 def test_the_name_of_a_model_does_not_choose_the_folder(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in.json", result_file(model=name))
-    target = add(validate(path), tmp_path / "results")
+    target = add([validate(path)], tmp_path / "results")[0].path
     assert target.parent.parent == tmp_path / "results"
     assert len(target.parent.name) < 120
     assert board_of(tmp_path / "results").num_files == 1
@@ -112,7 +218,7 @@ def test_the_name_of_a_model_does_not_choose_the_folder(name: str, tmp_path: Pat
 
 def test_two_models_never_share_a_folder(tmp_path: Path) -> None:
     folders = {
-        add(validate(write(tmp_path / f"{place}.json", result_file(model=name))), tmp_path / "results").parent
+        add([validate(write(tmp_path / f"{place}.json", result_file(model=name)))], tmp_path / "results")[0].path.parent
         for place, name in enumerate(("a/b", "a__b", "a b", "a:b"))
     }
     assert len(folders) == 4
@@ -123,7 +229,7 @@ def test_lab_json_goes_along(tmp_path: Path) -> None:
     write(model / "lab.json", lab_json())
     path = write(tmp_path / "in.json", result_file(model=str(model)))
     assert validate(path).lab is None  # a file that anyone may have written does not choose what is read
-    target = add(validate(path, look_in_model_folder=True), tmp_path / "results")
+    target = add([validate(path, look_in_model_folder=True)], tmp_path / "results")[0].path
     assert target.with_name(f"{target.stem}.lab.json").is_file()
     (found,) = board_of(tmp_path / "results").models
     assert found.name == "adamw-w64-00000600"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_ext.cli.lab.report import write_json
+from harness_ext.cli.paths import require_place
 
 __all__ = ["add_actions", "match"]
 
@@ -28,14 +29,24 @@ def add_actions(actions: Any) -> None:
     )
     action.add_argument("--task", help="of --results: the task whose loss counts, where there are several")
     action.add_argument(
-        "--tolerance", type=float, default=0.005, metavar="X", help="largest gap (default: %(default)s)"
+        "--tolerance",
+        type=float,
+        default=0.005,
+        metavar="X",
+        help="largest gap of a group, with --z standard errors of it, in the unit of the losses (default: %(default)s)",
     )
     action.add_argument(
         "--z", type=float, metavar="Z", help="standard errors of the gap that count into it (default: 1.645; 0: none)"
     )
     action.add_argument("--min-size", type=int, default=3, metavar="N", help="models of a group (default: %(default)s)")
     action.add_argument("--groups", type=int, metavar="N", help="this many groups")
-    action.add_argument("--targets", type=float, nargs="+", metavar="LOSS", help="a group near each of these losses")
+    action.add_argument(
+        "--targets",
+        type=float,
+        nargs="+",
+        metavar="LOSS",
+        help="the group nearest to each of these losses; the distance is told",
+    )
     action.add_argument("--out", metavar="FILE", help="write the groups as JSON")
     action.set_defaults(func=match)
 
@@ -49,6 +60,8 @@ def match(args: argparse.Namespace) -> int:
     """
     if bool(args.folders) == bool(args.results):
         raise ValueError("expected either folders with checkpoints, or --results with lm_eval's result files")
+    if args.out:
+        require_place(Path(args.out), is_folder=False)
     from harness_ext.lab import match as matching
     from harness_ext.loss_groups import Z
 

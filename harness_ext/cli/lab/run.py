@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from harness_ext.cli.evaluation import Evaluation, evaluate_all, link_data
 from harness_ext.cli.lab.report import GROUPS_FILE, RESULTS, print_results, write_json, write_report
 from harness_ext.cli.lab.widened import measure_widened
+from harness_ext.cli.text import count
 
 if TYPE_CHECKING:
     from harness_ext.lab.match import Matching
@@ -41,7 +42,14 @@ def add_actions(actions: Any) -> None:
     action.add_argument(
         "--no-evaluate", action="store_true", help="stop after the groups are chosen, before lm_eval evaluates them"
     )
-    action.set_defaults(func=run)
+    action.add_argument(
+        "--log_samples",
+        "--log-samples",
+        action="store_true",
+        help="keep lm_eval's samples_*.jsonl beside the result files, so that models can be compared document by document; "
+        "models that were evaluated without are evaluated again (cpu: 50 MB a model)",
+    )
+    action.set_defaults(func=run, can_be_resumed=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     matching = train_and_match(out, plan, workers=args.workers)
     if matching is None or args.no_evaluate:
         return 0
-    evaluate(out, plan, matching.to_dict(), workers=args.workers)
+    evaluate(out, plan, matching.to_dict(), workers=args.workers, log_samples=args.log_samples)
     print_results(out)
     write_report(out, out / "report")
     print(f"Tables and figures are in {out / 'report'}, result files in {out / RESULTS}.")
@@ -118,10 +126,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def evaluate(out: Path, plan: Plan, groups: Mapping[str, Any], *, workers: int | None = None) -> dict[str, Path]:
+def evaluate(
+    out: Path, plan: Plan, groups: Mapping[str, Any], *, workers: int | None = None, log_samples: bool = False
+) -> dict[str, Path]:
     """Run lm_eval on the models in groups, the best model and the lookup table; models that have results are left alone.
 
     Where sizes differ, flatness is also measured on the models in groups as models of one size; see `measure_widened`.
+    With `log_samples`, lm_eval's samples are kept, and models that have results without samples are evaluated again.
 
     Returns:
         Result files by the model's name; without those of widened models.
@@ -152,6 +163,7 @@ def evaluate(out: Path, plan: Plan, groups: Mapping[str, Any], *, workers: int |
                 # The lookup table has no trained weights, so no flatness.
                 [task for task in plan.tasks if not (is_lookup and task.startswith("flatness"))],
                 {"trust_remote_code": "True"} if is_lookup else {},
+                log_samples=log_samples,
             )
         )
     at_a_time = _workers(workers)
@@ -189,7 +201,7 @@ def _print_language(out: Path, plan: Plan) -> None:
     truth = read_truth(out)
     print(
         f"Language: {plan.language}, seed {plan.seed}; entropy {truth['entropy']['value']:.4f} nats per token. "
-        f"{len(plan.runs)} runs in {out}."
+        f"{count(len(plan.runs), 'run')} in {out}."
     )
     for name, task in truth["tasks"].items():
         print(

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness_ext.cli.paths import require_place
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -72,8 +74,7 @@ def sde_check(args: argparse.Namespace) -> int:
     check_seed(args.seed)
     settings = _settings(args)
     out = Path(args.out).expanduser()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: expected a folder, found a file")
+    require_place(out, is_folder=True)
     start: PreTrainedModel | None = None
     if args.start is None:
         language = make_language(args.language or "hmm", args.seed)

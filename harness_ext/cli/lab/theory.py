@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_ext.cli.lab.report import GROUPS_FILE, write_report
+from harness_ext.cli.paths import require_place
 
 __all__ = ["add_actions", "theory"]
 
@@ -45,6 +46,8 @@ def theory(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder).expanduser()
     out = Path(args.out).expanduser() if args.out else folder / "theory"
+    if folder.is_dir():  # otherwise what is missing is said below
+        require_place(out, is_folder=True)
     torch.set_num_threads(1)
     report = check_theory(folder, bound_B=args.bound, tasks=args.tasks, num_documents=args.documents)
     for name, reason in report.left_out.items():

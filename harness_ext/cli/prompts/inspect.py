@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness_ext.cli.text import count
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -26,8 +28,9 @@ def add_actions(actions: Any) -> None:
     showing = actions.add_parser(
         "show",
         help="print one prompt, and what the model reads",
-        description="Print one prompt, and what the model reads for documents of the local mirror (HARNESS_EXT_DATA), or "
-        "for a made-up one; the document is in brackets. With --model, tokens are divided by | and blanks shown as ·.",
+        description="Print one prompt, and what the model reads for documents of the local mirror (HARNESS_EXT_DATA) or of a "
+        "lab model's own data, or for a made-up one; the document is in brackets. "
+        "With --model, tokens are divided by | and blanks shown as ·.",
     )
     showing.add_argument("prompt", metavar="ID", help="such as sst/it_was, or a path that ends in .jinja")
     showing.add_argument("--model", metavar="M", help="mark the tokens of this model: a Hub id or a folder")
@@ -161,7 +164,7 @@ def _show_tokens(
     joined = "".join(pieces[leading:])
     whole = span is not None and joined.startswith(text[: span.start]) and joined.endswith(text[span.end :])
     cut = f", {encoded.cut_tokens} more of the document cut off" if encoded.cut_tokens else ""
-    print(f"--- its {_count(len(pieces), 'token')}{cut}")
+    print(f"--- its {count(len(pieces), 'token')}{cut}")
     if span is not None and whole and len(joined) >= span.start + len(text) - span.end:
         before, after = len("".join(pieces[:leading])) + span.start, len(text) - span.end
         visible = _bracket_pieces(visible, before, sum(map(len, visible)) - after)
@@ -256,7 +259,7 @@ def check(args: argparse.Namespace) -> int:
                 for label, word, ids, _ in tokenize_words(prompt, encode, context=context)
             ]
             _print_table(("class", "word", "token ids", "tokens"), rows)
-    print(f"\n{_count(len(names), 'prompt')}, {_count(num_errors, 'error')}")
+    print(f"\n{count(len(names), 'prompt')}, {count(num_errors, 'error')}")
     return 1 if num_errors else 0
 
 
@@ -291,7 +294,10 @@ def _duplicates(prompt: Prompt, others: Sequence[Prompt]) -> list[str]:
 def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    from harness_ext.cli.models import loading
+
+    with loading(model, "--model", what="a tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     return tokenizer
 
 
@@ -301,10 +307,6 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int
 
 
 # ------------------------------------------------------------------------------------------------- output
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _words(label_words: Mapping[str, Sequence[str]]) -> str:

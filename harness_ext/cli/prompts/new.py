@@ -55,6 +55,7 @@ def new(args: argparse.Namespace) -> int:
             refused; nothing is written then.
         FileExistsError: If the file exists.
     """
+    from harness_ext.cli.paths import require_place
     from harness_ext.cli.prompts.dataset import data_folders, read_facts, require_config
     from harness_ext.prompts import PROMPTS_VARIABLE, check_prompt, compose_source, is_prompt_id, parse_prompt
 
@@ -69,6 +70,8 @@ def new(args: argparse.Namespace) -> int:
             "`harness-ext lab run`."
         )
     folder = _folder(args.out)
+    if args.out is not None:
+        require_place(folder, is_folder=True)
     path = folder / dataset / f"{name}.jinja"
     if path.exists():
         raise FileExistsError(f"{path} exists, and nothing is overwritten. Choose another name or remove it.")

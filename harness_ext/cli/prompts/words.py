@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,6 +106,8 @@ def words(args: argparse.Namespace) -> int:
     for option in ("top", "num_documents"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected at least 1.")
+    if re.fullmatch(r"auto(:\d+)?|[1-9]\d*", args.batch_size) is None:
+        raise ValueError(f"--batch-size {args.batch_size}: expected auto or a number of at least 1.")
     if args.held_out is not None and args.held_out < 0:
         raise ValueError(f"--held-out {args.held_out}: expected 0 or more.")
     folders = data_folders(args.model)
@@ -229,13 +232,17 @@ def _search(
     import torch
     from lm_eval.models.huggingface import HFLM
 
+    from harness_ext.cli.models import loading
     from harness_ext.contracts import Feature, PromptRequest
     from harness_ext.engine import label_words
     from harness_ext.engine.forward import LastStateModel
     from harness_ext.engine.tokens import PromptEncoder
     from harness_ext.evaluators.natural import class_log_scores
 
-    lm = HFLM(pretrained=args.model, device=args.device, dtype=args.dtype, batch_size=args.batch_size)
+    if args.dtype != "auto" and not isinstance(getattr(torch, args.dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {args.dtype}: expected auto, float32, bfloat16 or float16.")
+    with loading(args.model, "--model"):
+        lm = HFLM(pretrained=args.model, device=args.device, dtype=args.dtype, batch_size=args.batch_size)
     rendered = [prompt.render(row) for row in documents.rows]
     continuations = tuple(f" {word}" for of_class in own_words for word in of_class)
     asked = [PromptRequest(continuations, (Feature(),), document) for _, document in rendered]

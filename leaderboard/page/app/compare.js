@@ -4,6 +4,7 @@
 const {showCompare} = (() => {
   const AT_ONCE = 20_000; // models times tasks whose documents are read without being asked: a file has all models of a task
   const DOCUMENTS = 25;
+  const SENTENCES = 3; // tasks of which the result is said in words
 
   function showCompare(page, {board, parts, signal}) {
     const [first, second] = parts.map((id) => board.models[board.place.get(id)] ?? null);
@@ -75,36 +76,39 @@ const {showCompare} = (() => {
       page.append(element("p", {class: "notice"}, "No task has a result of both."));
       return "Compare";
     }
+    const verdict = element("div", {class: "verdicts"});
     const tableHost = element("div");
     const more = element("p");
+    const legend = element("p", {class: "muted small", hidden: true}, "† on a part of the documents");
     const documents = element("div");
+    const rest = element("div");
     const chart = figure({
-      title: "A less B",
+      title: "A − B",
       note: "paired, with 95 % bootstrap intervals",
       signal,
       describe: "Differences of the two models on each task; the table has the same numbers.",
       draw,
     });
     chart.hidden = true;
-    page.append(
-      section(
-        "Tasks",
-        chart,
-        tableHost,
-        more,
-        element(
-          "p",
-          {class: "muted small"},
-          "The difference is paired: both models on the same documents. p is of McNemar's exact test, two-sided; the interval is of 2,000 bootstrap draws of documents. With many tasks some p are small by chance.",
-        ),
+    const tasks = section(
+      "Tasks",
+      verdict,
+      chart,
+      tableHost,
+      more,
+      element(
+        "p",
+        {class: "muted small"},
+        "The difference is paired: both models on the same documents. p is of McNemar's exact test, two-sided; the interval is of 2,000 bootstrap draws of documents. With many tasks some p are small by chance.",
       ),
-      documents,
     );
+    page.append(tasks, documents, rest, legend);
 
     const done = () => shared.filter(({result}) => result && !result.refused);
+    const drawn = () => done().filter(({column}) => column.bounded);
 
     function draw(width) {
-      const rows = done();
+      const rows = drawn();
       const left = Math.min(230, width * 0.42);
       const labels = rows.map(({column}) => column.id);
       const names = new Map(rows.map(({column}) => [column.id, column.label]));
@@ -112,7 +116,7 @@ const {showCompare} = (() => {
         ...plotOptions(width, 64 + 22 * rows.length),
         marginLeft: left,
         marginTop: 8,
-        x: axisBelow("A less B, points of 100", {grid: true, nice: true}),
+        x: axisBelow("A − B, points of 100", {grid: true, nice: true}),
         y: rowNames(labels, left, (id) => names.get(id)),
         marks: [
           Plot.ruleX([0], {strokeOpacity: 0.6}),
@@ -130,7 +134,7 @@ const {showCompare} = (() => {
             fill: ({column}) => kindColour(column.kind),
             tip: true,
             title: ({column, result}) =>
-              `${column.label}\n${percent(result.difference)} [${percent(result.low)}, ${percent(result.high)}]`,
+              `${column.label}\n${showDifference(result.difference, column)} ${showEnds(result, column)}`,
           }),
         ],
       });
@@ -169,84 +173,104 @@ const {showCompare} = (() => {
         element("span", {class: "interval"}, showInterval(cell.interval, column.bounded)),
         cell.limit !== null ? " †" : "",
       ];
-      const table = tableHost.lastElementChild;
-      const scrolled = table?.scrollLeft ?? 0;
-      // Where no task compares and for one reason, it is said once.
-      const reasons = new Set(shared.map(({result}) => result?.refused));
-      const reason = reasons.size === 1 ? ([...reasons][0] ?? null) : null;
+      const scores = ({a, b, column}) => [show(a, column), show(b, column)];
+      const taskLink = ({column}) => link(address("task", [column.id]), column.label);
+      const refused = shared.filter(({result}) => result?.refused);
+      const others = shared.filter(({result}) => !result?.refused);
+      const scroller = () => tableHost.querySelector(".table-scroll");
+      const scrolled = scroller()?.scrollLeft ?? 0;
       fill(
         tableHost,
-        reason === null ? null : element("p", {class: "notice"}, "Not compared by document: ", reason, "."),
-        dataTable(
-          "Paired comparison",
-          [
-            ["Task"],
-            ["A", {number: true}],
-            ["B", {number: true}],
-            ["A less B", {number: true}],
-            ["A alone right", {number: true}],
-            ["B alone right", {number: true}],
-            ["Documents", {number: true}],
-            ["p", {number: true}],
-            [visuallyHidden("Documents on which they disagree")],
-          ],
-          shared.map((entry) => {
-            const {column, a, b, result} = entry;
-            const left = [link(address("task", [column.id]), column.label), show(a, column), show(b, column)];
-            const without = (note) => [...left, ...Array(5).fill(""), note];
-            if (!result)
-              return without(
-                entry.busy
-                  ? element("span", {class: "muted"}, "reading …")
-                  : element(
-                      "button",
-                      {type: "button", class: "button small", on: {click: () => run([entry])}},
-                      "Compare documents",
-                    ),
-              );
-            if (result.refused)
-              return without(
-                reason === null ? element("span", {class: "muted small"}, "not compared: ", result.refused) : "",
-              );
-            return [
-              ...left,
+        others.length
+          ? dataTable(
+              "Paired comparison",
               [
-                percent(result.difference),
-                " ",
-                element("span", {class: "interval"}, `[${percent(result.low)}, ${percent(result.high)}]`),
+                ["Task"],
+                ["A − B", {number: true}],
+                ["p", {number: true}],
+                ["A", {number: true}],
+                ["B", {number: true}],
+                ["A alone right", {number: true}],
+                ["B alone right", {number: true}],
+                ["Documents", {number: true}],
+                [visuallyHidden("Documents on which they disagree")],
               ],
-              showCount(result.b),
-              showCount(result.c),
-              [showCount(result.n), result.part ? " †" : ""],
-              result.p === null ? "" : showP(result.p),
-              element(
-                "button",
-                {
-                  type: "button",
-                  class: "button small",
-                  "aria-label": `Documents of ${column.label} on which they disagree`,
-                  on: {click: () => showDocuments(entry)},
-                },
-                "Documents",
-              ),
-            ];
-          }),
-        ),
-      );
-      tableHost.lastElementChild.scrollLeft = scrolled;
-      const rest = shared.filter(({result, busy}) => !result && !busy);
-      fill(
-        more,
-        rest.length
-          ? element(
-              "button",
-              {type: "button", class: "button", on: {click: () => run(rest)}},
-              `Compare documents of the other ${plural(rest.length, "task")}`,
+              others.map((entry) => {
+                const {column, result} = entry;
+                if (!result)
+                  return [
+                    taskLink(entry),
+                    "",
+                    "",
+                    ...scores(entry),
+                    "",
+                    "",
+                    "",
+                    entry.busy
+                      ? element("span", {class: "muted"}, "reading …")
+                      : element(
+                          "button",
+                          {type: "button", class: "button small", on: {click: () => run([entry])}},
+                          "Compare documents",
+                        ),
+                  ];
+                return [
+                  taskLink(entry),
+                  [
+                    showDifference(result.difference, column),
+                    " ",
+                    element("span", {class: "interval"}, showEnds(result, column)),
+                  ],
+                  result.p === null ? "" : showP(result.p),
+                  ...scores(entry),
+                  result.p === null ? "" : showCount(result.b),
+                  result.p === null ? "" : showCount(result.c),
+                  [showCount(result.n), result.part ? " †" : ""],
+                  documentsButton(entry),
+                ];
+              }),
             )
           : null,
       );
-      chart.hidden = done().length === 0;
+      fill(rest, refused.length ? notCompared(refused, taskLink, scores) : null);
+      tasks.hidden = !others.length;
+      fill(verdict, verdicts(done()));
+      if (others.length) scroller().scrollLeft = scrolled;
+      const isPart = ({a, b, result}) => a.limit !== null || b.limit !== null || result?.part;
+      legend.hidden = !shared.some(isPart);
+      const waiting = shared.filter(({result, busy}) => !result && !busy);
+      fill(
+        more,
+        waiting.length
+          ? element(
+              "button",
+              {type: "button", class: "button", on: {click: () => run(waiting)}},
+              `Compare documents of the other ${plural(waiting.length, "task")}`,
+            )
+          : null,
+      );
+      chart.hidden = drawn().length === 0;
       if (!chart.hidden) chart.redraw();
+    }
+
+    /** Tasks without documents that both have; a reason that all give is said once. */
+    function notCompared(refused, taskLink, scores) {
+      const reasons = new Set(refused.map(({result}) => result.refused));
+      return section(
+        `${plural(refused.length, "task")} not compared by document`,
+        reasons.size === 1
+          ? element("p", {class: "muted"}, `${upperFirst([...reasons][0])}. The intervals are of each model alone.`)
+          : null,
+        dataTable(
+          "Tasks not compared by document",
+          [["Task"], ["A", {number: true}], ["B", {number: true}], ...(reasons.size > 1 ? [["Why"]] : [])],
+          refused.map((entry) => [
+            taskLink(entry),
+            ...scores(entry),
+            ...(reasons.size > 1 ? [element("span", {class: "muted small"}, entry.result.refused)] : []),
+          ]),
+        ),
+      );
     }
 
     async function run(entries) {
@@ -262,9 +286,57 @@ const {showCompare} = (() => {
         }
       }
       page.dataset.compared = done().length;
+      // With a single task there is nothing to choose.
+      if (done().length === 1 && !signal.aborted) showDocuments(done()[0], {move: false});
     }
 
-    async function showDocuments({column, result}) {
+    const documentsButton = (entry) =>
+      element(
+        "button",
+        {
+          type: "button",
+          class: "button small",
+          "aria-label": `Documents of ${entry.column.label} on which they disagree`,
+          on: {click: () => showDocuments(entry)},
+        },
+        "Documents",
+      );
+
+    /** Who is better, by how much and how sure that is; of many tasks, how often. */
+    function verdicts(entries) {
+      if (!entries.length) return null;
+      const better = {A: 0, B: 0, neither: 0};
+      for (const entry of entries) better[winner(entry)]++;
+      if (entries.length > SENTENCES)
+        return element(
+          "p",
+          {},
+          `Of ${plural(entries.length, "task")} compared by document, `,
+          element("b", {}, `A is better on ${showCount(better.A)}, B on ${showCount(better.B)}`),
+          `, and on ${showCount(better.neither)} no difference is shown: the interval has 0 in it.`,
+        );
+      return entries.map((entry) => {
+        const {column, result} = entry;
+        const [won, size] = [winner(entry), showDifference(Math.abs(result.difference), column)];
+        const unit = column.bounded ? " points" : "";
+        return element(
+          "p",
+          {},
+          element("bdi", {}, column.label),
+          ": ",
+          won === "neither"
+            ? element("b", {}, "no difference is shown")
+            : element("b", {}, `${won} is better by ${size}${unit}`),
+          `; A\u00a0−\u00a0B is ${showDifference(result.difference, column)}, 95\u00a0% interval ${showEnds(result, column)}`,
+          result.p === null ? ". " : `, p\u00a0=\u00a0${showP(result.p)}. `,
+          result.p === null
+            ? `On ${showCount(result.b + result.c)} of ${plural(result.n, "document")} they differ.`
+            : `Of ${plural(result.n, "document")} A alone has ${showCount(result.b)} right, B alone ${showCount(result.c)}.`,
+        );
+      });
+    }
+
+    async function showDocuments({column, result}, {move = true} = {}) {
       const {documents: texts} = await harnessExt.load(`documents/${column.id}`);
       if (signal.aborted) return;
       const byKey = new Map(texts.map((document) => [document.key, document]));
@@ -274,6 +346,7 @@ const {showCompare} = (() => {
       const known = all.filter(({document}) => document);
       const state = {side: "all", count: DOCUMENTS};
       const list = element("div");
+      const isBetter = ({a, b}) => (column.better ? a > b : a < b);
       const answer = (value) => (value === 1 ? "right" : value === 0 ? "wrong" : significant(value));
       const side = element(
         "select",
@@ -288,11 +361,11 @@ const {showCompare} = (() => {
           },
         },
         element("option", {value: "all"}, `all (${showCount(known.length)})`),
-        element("option", {value: "a"}, `A does better (${showCount(known.filter(({a, b}) => a > b).length)})`),
-        element("option", {value: "b"}, `B does better (${showCount(known.filter(({a, b}) => a < b).length)})`),
+        element("option", {value: "a"}, `A does better (${showCount(known.filter(isBetter).length)})`),
+        element("option", {value: "b"}, `B does better (${showCount(known.length - known.filter(isBetter).length)})`),
       );
       function paintList() {
-        const chosen = known.filter(({a, b}) => state.side === "all" || (state.side === "a" ? a > b : b > a));
+        const chosen = known.filter((entry) => state.side === "all" || isBetter(entry) === (state.side === "a"));
         fill(
           list,
           element(
@@ -310,8 +383,10 @@ const {showCompare} = (() => {
                     {class: "small"},
                     element("span", {class: "muted"}, "target "),
                     element("bdi", {class: "tag word"}, document.target),
-                    element("span", {class: `verdict ${a > b ? "better" : ""}`}, `A ${answer(a)}`),
-                    element("span", {class: `verdict ${b > a ? "better" : ""}`}, `B ${answer(b)}`),
+                    " ",
+                    element("span", {class: `verdict ${isBetter({a, b}) ? "better" : ""}`}, `A ${answer(a)}`),
+                    " ",
+                    element("span", {class: `verdict ${isBetter({a, b}) ? "" : "better"}`}, `B ${answer(b)}`),
                   ),
                 ),
               ),
@@ -350,13 +425,16 @@ const {showCompare} = (() => {
             "p",
             {class: "muted"},
             `${plural(all.length, "document")} of ${showCount(result.n)}.`,
-            all.length > known.length ? ` The texts of ${showCount(all.length - known.length)} are not kept here.` : "",
+            all.length > known.length
+              ? ` Shown are ${showCount(known.length)}: texts are kept of the documents that split all models of the task most evenly.`
+              : "",
           ),
           known.length ? element("p", {class: "inline-field"}, element("label", {for: "side"}, "Show "), side) : null,
           list,
         ),
       );
       paintList();
+      if (!move) return;
       heading.focus({preventScroll: true});
       heading.scrollIntoView({behavior: reducedMotion() ? "auto" : "smooth"});
     }
@@ -373,6 +451,7 @@ const {showCompare} = (() => {
     const [a, b] = [axis.loss.get(first.place), axis.loss.get(second.place)];
     const known = a.hasStderr && b.hasStderr;
     const half = 1.96 * Math.hypot(a.stderr, b.stderr);
+    const difference = a.value - b.value;
     return element(
       "p",
       {},
@@ -380,11 +459,23 @@ const {showCompare} = (() => {
       element("b", {}, fixed(a.value, 4)),
       ", B ",
       element("b", {}, fixed(b.value, 4)),
-      ` ${axis.unit}. `,
-      `A less B: ${fixed(a.value - b.value, 4)} ${known ? `± ${half.toFixed(4)}` : "(no interval)"}, `,
+      ` ${axis.unit}; A\u00a0−\u00a0B is ${fixed(difference, 4)} ${known ? `± ${half.toFixed(4)}` : "(no interval)"} (`,
       element("bdi", {}, axis.label),
-      ".",
+      "). ",
+      !known ? null : Math.abs(difference) > half ? "They differ in loss." : "No difference in loss is shown.",
     );
+  }
+
+  const upperFirst = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
+
+  const showDifference = (value, column) => (column.bounded ? percent(value) : significant(value));
+
+  const showEnds = ({low, high}, column) => `[${showDifference(low, column)}, ${showDifference(high, column)}]`;
+
+  /** "A" or "B" where the interval is on one side of 0. */
+  function winner({column, result: {low, high}}) {
+    if (low <= 0 && high >= 0) return "neither";
+    return low > 0 === column.better ? "A" : "B";
   }
 
   const showP = (p) => (p < 1e-4 ? significant(p, 2) : p.toFixed(4));
