@@ -16,8 +16,8 @@ The 95 % interval covered the true ρ of independent bivariate normals 94 to 99.
 groups of 4; it is too wide where ρ is large and models are few, and some samples have none there.
 
 Known gaps: measurement errors of the two variables are part of the scatter and are not corrected for: they pull ρ towards 0.
-A run that no other shares its pattern of groups with is neither exchanged nor resampled: it is in every resample as it is, so that
-intervals are too narrow where many runs are so.
+A run that no other shares its pattern of groups with is neither exchanged nor resampled: it is in every resample as it is, so
+that intervals are too narrow where many runs are so.
 """
 
 from __future__ import annotations
