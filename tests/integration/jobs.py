@@ -1,10 +1,10 @@
 """Runs jobs of several processes, as a launcher would: `python jobs.py SPEC.json`.
 
-The spec is a list of jobs, run one after the other: `size` processes, the `arguments` of `harness-ext run`, their `environment`
-({rank} is the rank), where they `write` what they print, what `fails`, and the arguments of an evaluation before
-whose error it `catches`. Processes are forks of this one, which has imported
-what takes seconds. They meet like those of a launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...), and nothing ends them when one of
-them ends, so that they have to do it themselves. Prints as JSON, for each job, exit statuses and seconds.
+The spec is a list of jobs, run one after the other, or three at once of those that say `waits`: `size` processes, the
+`arguments` of `harness-ext run`, their `environment` ({rank} is the rank), where they `write` what they print, what `fails`,
+and the arguments of an evaluation before whose error it `catches`. Processes are forks of this one, which has imported what
+takes seconds. They meet like those of a launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...), and nothing ends them when one of them
+ends, so that they have to do it themselves. Prints as JSON, for each job, exit statuses and seconds.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def observe(folder: Path, rank: int) -> None:
 
 
 def make_fail(where: str, rank: int) -> None:
-    """Raise in this process, or kill it, in the second call of a function."""
+    """Raise in this process, or send it a signal, in the second call of a function."""
     from harness_ext.engine.forward import LastStateModel
     from harness_ext.evaluators import probe
     from harness_ext.flatness import run
@@ -99,6 +99,7 @@ def make_fail(where: str, rank: int) -> None:
         owner = {
             "forward": (LastStateModel, "states"),
             "killed": (LastStateModel, "states"),
+            "stopped": (LastStateModel, "states"),
             "fit": (probe, "fit_probes"),
             "flatness": (run, "fisher_traces"),
         }[where]
@@ -108,8 +109,8 @@ def make_fail(where: str, rank: int) -> None:
     @functools.wraps(original)
     def fail(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == (0 if where in ("fit", "flatness") else 1):
-            if where == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if where in ("killed", "stopped"):
+                os.kill(os.getpid(), signal.SIGKILL if where == "killed" else signal.SIGSTOP)
             raise RuntimeError(f"rank {rank} fails on purpose in {where}")
         return original(*args, **kwargs)
 
@@ -172,33 +173,60 @@ def fail_and_catch(arguments: dict[str, Any]) -> None:
         print(f"caught: {err}", flush=True)
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        job["port"] = free.getsockname()[1]
-    started = time.monotonic()
-    rank_of = {}
-    for rank in range(job["size"]):
-        process = os.fork()
-        if not process:
-            work(job, rank)
-        rank_of[process] = rank
-    statuses, ended = {}, {}
-    while rank_of and time.monotonic() - started < LIMIT_SECONDS:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process:
-            rank = rank_of.pop(process)
-            statuses[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - started
-        else:
-            time.sleep(0.05)
-    for process, rank in rank_of.items():
-        os.kill(process, 9)
-        os.waitpid(process, 0)
-        statuses[rank], ended[rank] = "killed", time.monotonic() - started
-    return {
-        "statuses": [statuses[rank] for rank in range(job["size"])],
-        "seconds": [ended[rank] for rank in range(job["size"])],
-    }
+class Running:
+    """A job whose processes have been started."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            job["port"] = free.getsockname()[1]
+        self.started = time.monotonic()
+        self.stopped = job["fails"]["ranks"] if job.get("fails", {}).get("where") == "stopped" else []
+        self.rank_of: dict[int, int] = {}
+        self.statuses: dict[int, int | str] = {}
+        self.ended: dict[int, float] = {}
+        for rank in range(job["size"]):
+            process = os.fork()
+            if not process:
+                work(job, rank)
+            self.rank_of[process] = rank
+
+    def look(self) -> bool:
+        """Whether all of them have ended; those that hang are killed."""
+        seconds = time.monotonic() - self.started
+        if set(self.rank_of.values()) <= set(self.stopped):
+            for process in self.rank_of:
+                os.kill(process, signal.SIGKILL)
+        for process, rank in list(self.rank_of.items()):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if not ended and seconds > LIMIT_SECONDS:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            if ended or seconds > LIMIT_SECONDS:
+                del self.rank_of[process]
+                self.statuses[rank] = os.waitstatus_to_exitcode(status) if ended else "killed"
+                self.ended[rank] = seconds
+        return not self.rank_of
+
+    def outcome(self) -> dict[str, Any]:
+        ranks = sorted(self.statuses)
+        return {"statuses": [self.statuses[rank] for rank in ranks], "seconds": [self.ended[rank] for rank in ranks]}
+
+
+def wait_until_fewer(number: int, jobs: list[Running]) -> None:
+    while sum(not job.look() for job in jobs) >= number:
+        time.sleep(0.05)
+
+
+def run_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run jobs one after the other, but for those that are to fail, whose processes wait for each other most of the time."""
+    all_of_them: list[Running] = []
+    for job in jobs:
+        at_once = 3 if job.get("waits") else 1
+        wait_until_fewer(at_once, all_of_them)
+        all_of_them.append(Running(job))
+    wait_until_fewer(1, all_of_them)
+    return [running.outcome() for running in all_of_them]
 
 
 def main() -> None:
@@ -216,7 +244,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     lm_eval.evaluator.add_env_info = lambda results: None  # slow, and about the machine
-    print(json.dumps([run(job) for job in json.loads(Path(sys.argv[1]).read_text())]))
+    print(json.dumps(run_all(json.loads(Path(sys.argv[1]).read_text()))))
 
 
 if __name__ == "__main__":

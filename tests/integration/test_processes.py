@@ -175,20 +175,21 @@ def jobs(world: Path) -> dict[str, Job]:
     spec.add("sharded", 2, "natural_sst,quad_sst,probe_full_sst,loss_wikitext", sharded=True)
     spec.add("not sharded", 1, "natural_sst,quad_sst,probe_full_sst,loss_wikitext")
     spec.add("sharded flatness", 2, "flatness_wikitext", sharded=True)
-    for where, ranks in (("forward", [1]), ("fit", [0]), ("requests", [0, 1]), ("flatness", [1])):
-        spec.add(f"fails in {where}", 2, fails={"where": where, "ranks": ranks})
-    spec.add("fails in options", 2, metadata={"prompt": "sst/nothing"})
-    spec.add("killed", 3, "natural_sst", fails={"where": "killed", "ranks": [1]})
     before = {"model": "hf", "model_args": f"pretrained={world / 'gpt2'}", "device": "cpu", "tasks": ["natural_sst"]}
     spec.add(
         "after a caught error", 2, "natural_sst,quad_sst", fails={"where": "requests", "ranks": [0, 1]}, catches=before
     )
+    for where, ranks in (("forward", [1]), ("fit", [0]), ("requests", [0, 1]), ("flatness", [1])):
+        spec.add(f"fails in {where}", 2, fails={"where": where, "ranks": ranks}, waits=True)
+    spec.add("fails in options", 2, metadata={"prompt": "sst/nothing"}, waits=True)
+    for where in ("killed", "stopped"):
+        spec.add(where, 3, "natural_sst", fails={"where": where, "ranks": [1]}, waits=True)
     shutil.copytree(world / "data", world / "of 0")
     shutil.copytree(world / "data", world / "of 1")
     write_split(world / "of 1" / "Salesforce" / "wikitext", "test", [{"text": "the film is bad"}] * 30)
     write_split(world / "of 1" / "SetFit" / "sst2", "test", [{"text": "it was good", "label": 1}] * 80)
     for task in ("natural_sst", "loss_wikitext", "flatness_wikitext"):
-        spec.add(f"other data, {task}", 2, task)
+        spec.add(f"other data, {task}", 2, task, waits=True)
         spec.jobs[-1]["environment"]["HARNESS_EXT_DATA"] = str(world / "of {rank}")
     path = world / "spec.json"
     path.write_text(json.dumps(spec.jobs))
@@ -323,6 +324,14 @@ def test_a_rank_that_fails_ends_all_and_its_error_is_shown_once(jobs: dict[str, 
 def test_a_rank_that_is_killed_ends_all_without_a_launcher_that_does(jobs: dict[str, Job]) -> None:
     job = jobs["killed"]
     assert job.statuses == [1, -9, 1]
+    assert max(job.seconds) < SECONDS
+    assert not list(job.folder.rglob("results_*.json"))
+
+
+def test_a_rank_whose_connections_stay_open_is_known_by_its_silence(jobs: dict[str, Job]) -> None:
+    job = jobs["stopped"]
+    assert job.statuses == [1, -9, 1]
+    assert max(job.seconds) < SECONDS
     assert job.errors(0).count("rank 1 has given no sign of life for 8 s") == 1
     assert [job.errors(rank).count(f"rank {rank} ends: rank 1 has failed") for rank in (0, 2)] == [1, 1]
     assert not any("Traceback" in job.errors(rank) for rank in (0, 2))
