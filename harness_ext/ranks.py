@@ -32,7 +32,16 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-__all__ = ["ALONE", "Lockstep", "Progress", "Ranks", "end_together", "share_out", "show_first_error_only"]
+__all__ = [
+    "ALONE",
+    "Lockstep",
+    "Progress",
+    "Ranks",
+    "are_several",
+    "end_together",
+    "share_out",
+    "show_first_error_only",
+]
 
 logger = logging.getLogger("lm_eval.harness_ext.engine")
 
@@ -303,17 +312,27 @@ class Lockstep:
 
 def _store() -> Any:
     """The key-value store of the job, over a connection of its own; None where there is no job of several processes."""
-    global _own_store
-    if _own_store is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        _own_store = torch.distributed.distributed_c10d._get_default_store()
+    global _own_store, _default_store
+    if not are_several():
+        return None
+    default = torch.distributed.distributed_c10d._get_default_store()
+    if _default_store is not default:  # the first time, or that of another process group
+        _own_store = _default_store = default
         # A thread may wait for a key over the default connection, and hold it meanwhile.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-            _own_store = _own_store.clone()
+            _own_store = default.clone()
             _own_store.set_timeout(datetime.timedelta(seconds=STORE_SECONDS))
     return _own_store
 
 
 _own_store: Any = None
+_default_store: Any = None
+
+
+def are_several() -> bool:
+    """Whether this process is one of a process group. Some builds of torch know no such thing."""
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
+
 
 _IS_FIRST = "_harness_ext_is_first"
 """Attribute of an error: whether it was the first of an evaluation in the job."""
@@ -333,7 +352,7 @@ def _is_first(key: str) -> bool:
     try:
         return bool(store.compare_set(key, "", me).decode() == me)
     except Exception:
-        _say(f"rank {me} ends: the process that kept the job's store has ended, see there")
+        _say(f"rank {me} ends: the process that keeps the job's store does not answer, see there")
         return False
 
 
@@ -352,9 +371,10 @@ def end_together(ranks: Ranks) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except Exception as err:
+    except BaseException as err:  # an interrupt, too, ends a process for which the others would wait
+        is_first = not watch.is_ending and _is_first(_failed_key(_jobs))
         with contextlib.suppress(AttributeError):  # of a class with slots
-            setattr(err, _IS_FIRST, not watch.is_ending and _is_first(_failed_key(_jobs)))
+            setattr(err, _IS_FIRST, is_first)
         raise
     finally:
         watch.stop()
@@ -386,7 +406,7 @@ class _Watch(threading.Thread):
                 failed = next((key for key in (self._key, ENDED) if self._store.check([key])), None)
                 of_rank = self._store.get(failed).decode() if failed else ""
             except Exception:
-                self._end("the process that kept the job's store has ended")
+                self._end("the process that keeps the job's store does not answer")
                 return
             if of_rank == str(self._ranks.rank):
                 return  # its own error is on its way

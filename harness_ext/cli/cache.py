@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "clear", "info"]
 
+_FEWEST = 4
+"""Characters of a fingerprint that say which model to clear; an unset variable of a script says none."""
+
 _OFF = "The cache is off (HARNESS_EXT_CACHE=off)."
 
 
@@ -105,6 +108,11 @@ def _the_one(root: Path, beginning: str) -> str:
     """The fingerprint of the only stored model whose fingerprint is this or begins so."""
     from harness_ext.engine import store
 
+    if len(beginning) < _FEWEST:
+        raise ValueError(
+            f"expected a fingerprint or at least its first {_FEWEST} characters, as `harness-ext cache info` shows it, found "
+            f"{beginning!r}. Without one, all models are cleared."
+        )
     known = [entry.fingerprint for entry in store.cache_info(root)]
     hits = [name for name in known if name.startswith(beginning)]
     if len(hits) != 1:

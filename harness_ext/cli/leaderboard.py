@@ -349,7 +349,12 @@ def add(args: argparse.Namespace) -> int:
         kept = args.results.resolve()
         submission.check_kept(
             [found for found in checked if kept in found.path.resolve().parents],
-            [path for path in args.files if path.suffix == ".jsonl" and kept in path.resolve().parents],
+            # Where they lie, not where a link leads.
+            [
+                path
+                for path in args.files
+                if path.suffix == ".jsonl" and kept in (path.parent.resolve() / path.name).parents
+            ],
         )
     added = [] if args.dry_run else submission.add(checked, args.results)
     for place, found in enumerate(checked):

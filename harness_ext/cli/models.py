@@ -15,6 +15,11 @@ _TRUE = {"1", "on", "yes", "true"}
 """As huggingface_hub reads its variables, in any case."""
 
 
+_FILES = ("config.json", "adapter_config.json")
+_TOKENIZER_FILES = (*_FILES, "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+"""One of which a folder of a model has, or of a tokenizer."""
+
+
 @contextlib.contextmanager
 def loading(name: str, option: str = "", *, what: str = "a model") -> Iterator[None]:
     """Raise an error that says what to type where the block cannot load `name`.
@@ -29,10 +34,22 @@ def loading(name: str, option: str = "", *, what: str = "a model") -> Iterator[N
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as err:
-        if is_raised_by_us(err):
+    except Exception as err:
+        is_of_files = isinstance(err, OSError | ValueError | KeyError | ImportError) or _is_of_weights(err)
+        if is_raised_by_us(err) or not is_of_files:
             raise
         raise ValueError(f"{option} {name}".strip() + f": {_reason(name, what, err)}") from err
+
+
+def _is_of_weights(error: Exception) -> bool:
+    """Whether weights are cut off or damaged, or of other shapes than the configuration says."""
+    from safetensors import SafetensorError
+
+    said = str(error)
+    return isinstance(error, SafetensorError) or (
+        isinstance(error, RuntimeError)
+        and ("state_dict" in said or "size mismatch" in said or "PytorchStreamReader" in said)
+    )
 
 
 def _reason(name: str, what: str, error: Exception) -> str:
@@ -41,7 +58,8 @@ def _reason(name: str, what: str, error: Exception) -> str:
     if path.is_file():
         return f"expected a folder with {what}, found a file. Name its folder."
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        names = _TOKENIZER_FILES if what == "a tokenizer" else _FILES
+        if not any((path / name).is_file() for name in names):
             return f"expected a folder with {what}, found no config.json in it. Name a folder that save_pretrained has written."
         return f"{what} cannot be loaded from this folder ({said})"
     if name.count("/") > 1 or name.startswith((".", "/", "~")):

@@ -447,7 +447,7 @@ class _Pass:
             sequence = int(np.searchsorted(self.starts, bad[0], side="right")) - 1
             raise RuntimeError(
                 f"{self._where(sequence)} was read out by {count[bad[0]]} ranks and not by one, like {len(bad)} "
-                "log-probabilities: a fault of harness_ext, please report it with the command line."
+                "log-probabilities: a fault of harness_ext, please report what HARNESS_EXT_DEBUG=1 shows."
             )
         self.log_probs = ranks.sum(np.where(is_read, self.log_probs, 0.0))
         self.states.to_first(self.finished, ranks)

@@ -42,7 +42,7 @@ from lm_eval.utils import make_table
 
 from harness_ext import __version__
 from harness_ext.contracts import PromptRequest, PromptStates, WindowAnswer, WindowRequest
-from harness_ext.ranks import ALONE, Lockstep, Ranks, end_together, share_out, show_first_error_only
+from harness_ext.ranks import ALONE, Lockstep, Ranks, are_several, end_together, share_out, show_first_error_only
 
 __all__ = ["FLATNESS_REQUEST_TYPE", "LOSS_REQUEST_TYPE", "REQUEST_TYPE", "attach", "gives_states"]
 
@@ -358,7 +358,7 @@ def _find_ranks(lm: Any) -> Ranks:
     if accelerator is not None and accelerator.num_processes > 1:
         # lm_eval has the index on the node.
         return Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
-    if lm.world_size > 1 and torch.distributed.is_initialized():
+    if lm.world_size > 1 and are_several():
         return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device(lm.device))
     return ALONE
 
@@ -427,7 +427,7 @@ def _module(lm: Any) -> Any:
 
 def _is_spread(module: torch.nn.Module) -> bool:
     """Whether the weights of a model are spread over processes (FSDP 1 and 2, ZeRO-3)."""
-    if not torch.distributed.is_initialized():
+    if not are_several():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -437,7 +437,7 @@ def _is_spread(module: torch.nn.Module) -> bool:
 
 def _is_tensor_parallel(module: torch.nn.Module | None) -> bool:
     """Whether matrices are split over processes, each of which computes a part of every product."""
-    if module is None or not torch.distributed.is_initialized() or _is_spread(module):
+    if module is None or not are_several() or _is_spread(module):
         return False
     from torch.distributed.tensor import DTensor
 
@@ -502,10 +502,11 @@ def _check_output_path() -> None:
         return
     path = Path(output).absolute()
     folders = path.parents if path.suffix == ".json" else (path, *path.parents)
-    there = next(folder for folder in folders if folder.exists())
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    # os.path answers where pathlib raises: of names that are too long, and below folders that are closed to us.
+    there = next(folder for folder in folders if os.path.exists(folder))
+    if os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK):
         return
-    why = "may not be written to" if there.is_dir() else "is no folder"
+    why = "may not be written to" if os.path.isdir(there) else "is no folder"
     raise OSError(f"--output_path {output}: {there} {why}. Give another path; nothing was computed yet.")
 
 

@@ -90,7 +90,7 @@ class LastStateModel:
         device: Where token ids are put; a model spread by `device_map` takes it from there.
         autocast_dtype: Mixed-precision dtype that lm_eval was asked for, or None.
         is_spread: Whether other processes hold parts of its weights and make each pass with this one. A pass that fails half
-            way leaves them waiting, so nothing is tried that may fail.
+            way leaves them waiting, so that its error is raised and no other way is tried.
 
     Raises:
         TypeError: If the model has no output embedding.

@@ -20,6 +20,8 @@ __all__ = ["KeptResults"]
 
 ROW_BYTES = 512
 _LENGTH_BYTES = 8
+_CHECKSUM_BYTES = 8
+_HEADER_BYTES = _LENGTH_BYTES + _CHECKSUM_BYTES
 
 
 class KeptResults:
@@ -42,19 +44,21 @@ class KeptResults:
             first = firsts.get(_key(question, 0))
             if first is not None:
                 sizes[question] = int.from_bytes(first[:_LENGTH_BYTES], "little")
-                keys[question] = [_key(question, place) for place in range(_num_rows(_LENGTH_BYTES + sizes[question]))]
+                keys[question] = [_key(question, place) for place in range(_num_rows(_HEADER_BYTES + sizes[question]))]
         rows = firsts | self._rows([key for of_result in keys.values() for key in of_result[1:]])
         found: dict[str, Any] = {}
         for question, of_result in keys.items():
-            if all(key in rows for key in of_result):  # the store may have lost some
-                data = b"".join(rows[key] for key in of_result)
-                found[question] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + sizes[question]])
+            # The store may have lost some rows, or have others of a result that two processes have kept.
+            data = b"".join(rows.get(key, b"") for key in of_result)
+            text = data[_HEADER_BYTES : _HEADER_BYTES + sizes[question]]
+            if data[_LENGTH_BYTES:_HEADER_BYTES] == _checksum(text):
+                found[question] = json.loads(text)
         return [found.get(question) for question in questions]
 
     def keep(self, question: str, result: Any) -> None:
         """Keep a result, plain JSON types and floats that are no numbers; it outlives this process from here on."""
         text = json.dumps(result).encode()
-        data = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        data = len(text).to_bytes(_LENGTH_BYTES, "little") + _checksum(text) + text
         count = _num_rows(len(data))
         rows = np.frombuffer(data.ljust(count * ROW_BYTES, b"\0"), dtype=np.uint8).reshape(count, ROW_BYTES)
         self._store.add(self._feature, [_key(question, place) for place in range(count)], rows)
@@ -72,6 +76,10 @@ class KeptResults:
 
 def _num_rows(num_bytes: int) -> int:
     return -(-num_bytes // ROW_BYTES)
+
+
+def _checksum(text: bytes) -> bytes:
+    return blake2b(text, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def _key(question: str, place: int) -> bytes:

@@ -276,7 +276,9 @@ class FeatureStore:
 
     def _files(self, feature: Feature) -> list[Path]:
         folder = self._folder / feature.name
-        return sorted(path for path in folder.glob("*") if path.suffix in STATE_FILES)
+        return sorted(
+            path for path in folder.glob("*") if path.suffix in STATE_FILES and OWN_STATES.fullmatch(path.name)
+        )
 
     def _read(self, path: Path, *, wanted: Container[bytes]) -> Iterator[_Rows]:
         """Yield what a file has: the whole frames of a journal, a shard that is whole and has a wanted key."""
@@ -308,6 +310,8 @@ class FeatureStore:
     def _finish(self, feature: Feature) -> None:
         """Make a shard of this process's journal; where that fails the journal stays, and is as good."""
         journal = self._journals[feature]
+        if os.name == "nt":  # where no file that is open can be removed
+            journal.close()
         self._make_shard(journal.path)
         journal.close()
         del self._journals[feature]
@@ -397,12 +401,15 @@ class FeatureStore:
         return True
 
     def _clear_up(self) -> None:
-        with contextlib.suppress(OSError):
-            for path in _own_files(self._folder):
-                if path.suffix == ".tmp":
+        try:
+            own = sorted(_own_files(self._folder))
+        except OSError:
+            return
+        for path in own:
+            if path.suffix == ".tmp":
+                with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
-        for path in sorted(self._folder.glob("*/*.journal")):
-            if not _is_written(path):
+            elif path.suffix == ".journal" and not _is_written(path):
                 self._make_shard(path)
 
     # --------------------------------------------------------------------------------------------------- limits
@@ -885,7 +892,7 @@ def _remove(model: Path) -> Iterator[int]:
                 _touch(description)  # so that no process begins to use the model in the meantime
             lock = stack.enter_context(contextlib.closing(_Lock(description)))
             # A process that evicts gives up the model's lock for a moment, but not those of its journals.
-            if not lock.alone() or any(map(_is_written, model.glob("*/*.journal"))):
+            if not lock.alone() or any(map(_is_written, _own_files(model))):
                 raise _InUseError
         except FileNotFoundError:
             return  # another process has removed the folder

@@ -145,6 +145,14 @@ class Matching:
                 for number, group in enumerate(self.groups)
             ],
             "ungrouped": [_model_to_dict(model) for model in self.ungrouped],
+            "missed_targets": [
+                {
+                    "target": missed.target,
+                    "nearest_group": _letter(self.groups.index(missed.group)),
+                    "nearest_models": [model.name for model in missed.nearest],
+                }
+                for missed in self.missed
+            ],
         }
 
     def table_lines(self) -> list[str]:

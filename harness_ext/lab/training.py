@@ -47,14 +47,17 @@ def train_all(out: Path, plan: Plan, *, workers: int) -> None:
         _progress(out, plan.runs),
         ProcessPoolExecutor(max(1, workers), mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        # Ctrl-C reaches all processes of a terminal. This one ends the workers, which would each print a traceback.
-        with _interrupts_held():
-            futures: dict[str, Future[None]] = {run.name: pool.submit(_train, out, run, os.getpid()) for run in waiting}
+        others = set(multiprocessing.active_children())
         try:
+            # Ctrl-C reaches all processes of a terminal. This one ends the workers, which would each print a traceback.
+            with _interrupts_held():
+                futures: dict[str, Future[None]] = {
+                    run.name: pool.submit(_train, out, run, os.getpid()) for run in waiting
+                }
             errors = {name: future.exception() for name, future in futures.items()}
         except KeyboardInterrupt:
             # Left alone, the pool would first finish what is running and then what is queued.
-            for worker in multiprocessing.active_children():
+            for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise
     failures = [f"{name}: {error}" for name, error in errors.items() if error is not None]

@@ -41,6 +41,10 @@ _SHORT_FIELD = 20
 """Characters below which a field of a document is more likely a label or a name than text to read."""
 
 
+_NO_METRICS = {"doc", "doc_hash", "doc_id", "filter", "target"}
+"""Fields of a sample that mean something else, whatever a task calls its metrics."""
+
+
 def sample_files(result: Path, task: str) -> Path | None:
     """The samples of a task beside a result file, which have the same date in their name; None if there are none.
 
@@ -104,6 +108,7 @@ def join_samples(
     Raises:
         ValueError: If a document is there twice, or has neither hash nor content, or there are more than `MAX_DOCUMENTS`.
     """
+    metrics = [metric for metric in metrics if metric not in _NO_METRICS]
     rows: dict[int, tuple[str, list[float | None]]] = {}
     for doc_id, sample in _of_filter(samples, filter_name):
         rows[doc_id] = (doc_hash(sample), [untrusted.number(sample.get(metric)) for metric in metrics])
@@ -152,7 +157,7 @@ def thin_samples(samples: Iterable[Mapping[str, Any]], metrics: Iterable[str], *
     Raises:
         ValueError: As `join_samples`.
     """
-    names = sorted(metrics)
+    names = sorted(set(metrics) - _NO_METRICS)
     lines: dict[int, bytes] = {}
     for doc_id, sample in _of_filter(samples, filter_name):
         numbers = {name: untrusted.number(sample.get(name)) for name in names}

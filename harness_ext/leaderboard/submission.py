@@ -192,7 +192,7 @@ def add(submissions: Sequence[Submission], results: Path) -> list[Added]:
     """Copy result files with their samples and lab.json into the results folder.
 
     A result file is copied byte by byte. Of samples what the leaderboard reads is kept; see `samples.thin_samples`. All are
-    written aside first, so that after an error nothing is there; a result file comes after its samples.
+    checked and written aside first, and nothing is there after an error in that; a result file comes after its samples.
 
     Returns:
         The copies. The same file always gets the same name, so that adding it again changes nothing, or adds samples.
@@ -257,6 +257,8 @@ def check_kept(submissions: Sequence[Submission], samples: Sequence[Path] = ()) 
                     "the result file by that command, from the folder where lm_eval wrote it"
                 )
     for path in samples:
+        if path.is_symlink():
+            raise ValueError(f"{path}: is a link; give the file itself")
         if path.resolve() not in read:
             raise ValueError(
                 f"{path}: expected samples_TASK_DATE.jsonl beside results_DATE.json, of a task there that is compared by "

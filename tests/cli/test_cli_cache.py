@@ -14,7 +14,7 @@ from harness_ext import cli
 from harness_ext.contracts import Feature
 from harness_ext.engine.store import FeatureStore
 
-A, B = "ab" + "1" * 30, "ac" + "2" * 30
+A, B = "aaaab" + "1" * 27, "aaaac" + "2" * 27
 
 
 def fill(folder: Path, fingerprint: str, description: str, rows: int) -> FeatureStore:
@@ -51,7 +51,7 @@ def test_info_lists_models_and_sizes(root: Path, capsys: pytest.CaptureFixture[s
     ]
 
 
-@pytest.mark.parametrize(("given", "left"), [([], []), ([B], [A]), (["ac"], [A])], ids=["all", "one", "a beginning"])
+@pytest.mark.parametrize(("given", "left"), [([], []), ([B], [A]), (["aaaac"], [A])], ids=["all", "one", "a beginning"])
 def test_clear_clears_one_model_or_all(
     root: Path, capsys: pytest.CaptureFixture[str], given: list[str], left: list[str]
 ) -> None:
@@ -61,13 +61,23 @@ def test_clear_clears_one_model_or_all(
     assert capsys.readouterr().out == f"{root}: freed {(before - size_of(root)) / 1024:.1f} KiB\n"
 
 
-@pytest.mark.parametrize(("given", "found"), [("zz", "no stored model has"), ("a", "2 stored models have")])
+@pytest.mark.parametrize(("given", "found"), [("zzzz", "no stored model has"), ("aaaa", "2 stored models have")])
 def test_clear_deletes_nothing_that_is_not_named_clearly(
     root: Path, capsys: pytest.CaptureFixture[str], given: str, found: str
 ) -> None:
     assert cli.main(["cache", "clear", given]) == 2
     assert stored(root) == [A, B]
     assert f"{found} the fingerprint '{given}'. Stored: {A}, {B}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["", "aaa"])
+def test_clear_asks_for_enough_of_a_fingerprint(root: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    assert cli.main(["cache", "clear", given]) == 2
+    assert stored(root) == [A, B]
+    assert (
+        f"at least its first 4 characters, as `harness-ext cache info` shows it, found '{given}'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("given", "left"), [([], [A]), ([A], [A, B])], ids=["all", "one"])
@@ -114,7 +124,7 @@ def test_an_empty_cache_is_no_error(
     )
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["clear"], ["clear", "ab"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["info"], ["clear"], ["clear", "aaaa"]], ids=" ".join)
 def test_a_file_instead_of_the_folder_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

@@ -911,6 +911,21 @@ def test_nothing_is_cleared_that_the_store_has_not_made(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("content", [b"", b"HXSTATE2", b"mine"])
+def test_opening_a_model_touches_nothing_that_the_store_has_not_made(tmp_path: Path, content: bytes) -> None:
+    fill(tmp_path)
+    diary = tmp_path / ("a" * 32) / F.name / "diary.journal"
+    diary.write_bytes(content)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(content)
+    link = diary.with_name("01234567890123456789-0123abcd.journal")
+    link.symlink_to(elsewhere)
+    open_store(tmp_path).close()
+    assert diary.read_bytes() == elsewhere.read_bytes() == content
+    assert link.is_symlink()
+    assert not any(diary.parent.glob("diary.safetensors"))
+
+
 @pytest.mark.parametrize("content", [None, b"", b"[1]"], ids=["none", "empty", "another"])
 def test_a_folder_without_a_readable_description_is_listed_and_cleared(tmp_path: Path, content: bytes | None) -> None:
     fill(tmp_path)

@@ -98,6 +98,7 @@ def make_fail(where: str, rank: int) -> None:
     else:
         owner = {
             "forward": (LastStateModel, "states"),
+            "interrupted": (LastStateModel, "states"),
             "killed": (LastStateModel, "states"),
             "stopped": (LastStateModel, "states"),
             "fit": (probe, "fit_probes"),
@@ -111,6 +112,8 @@ def make_fail(where: str, rank: int) -> None:
         if next(calls) == (0 if where in ("fit", "flatness") else 1):
             if where in ("killed", "stopped"):
                 os.kill(os.getpid(), signal.SIGKILL if where == "killed" else signal.SIGSTOP)
+            if where == "interrupted":
+                raise KeyboardInterrupt
             raise RuntimeError(f"rank {rank} fails on purpose in {where}")
         return original(*args, **kwargs)
 
@@ -149,8 +152,8 @@ def work(job: dict[str, Any], rank: int) -> None:
     from harness_ext.cli import main
 
     torch.set_num_threads(1)
-    # Counted from a sign of life that comes twice a second; what these jobs compute takes less.
-    ranks.PULSE_SECONDS, ranks.SILENT_SECONDS = 1.0, 8.0
+    # Signs of life come twice a second; a busy machine may hold up some of them.
+    ranks.PULSE_SECONDS, ranks.SILENT_SECONDS = 1.0, 15.0
     if job.get("catches"):
         fail_and_catch(job["catches"])
     status = main(["run", *job["arguments"]])
@@ -173,13 +176,25 @@ def fail_and_catch(arguments: dict[str, Any]) -> None:
         print(f"caught: {err}", flush=True)
 
 
+PORTS: set[int] = set()
+"""Of all jobs: one that was found is bound seconds later only."""
+
+
+def free_port() -> int:
+    while True:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        if port not in PORTS:
+            PORTS.add(port)
+            return port
+
+
 class Running:
     """A job whose processes have been started."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            job["port"] = free.getsockname()[1]
+        job["port"] = free_port()
         self.started = time.monotonic()
         self.stopped = job["fails"]["ranks"] if job.get("fails", {}).get("where") == "stopped" else []
         self.rank_of: dict[int, int] = {}

@@ -182,7 +182,7 @@ def jobs(world: Path) -> dict[str, Job]:
     for where, ranks in (("forward", [1]), ("fit", [0]), ("requests", [0, 1]), ("flatness", [1])):
         spec.add(f"fails in {where}", 2, fails={"where": where, "ranks": ranks}, waits=True)
     spec.add("fails in options", 2, metadata={"prompt": "sst/nothing"}, waits=True)
-    for where in ("killed", "stopped"):
+    for where in ("killed", "stopped", "interrupted"):
         spec.add(where, 3, "natural_sst", fails={"where": where, "ranks": [1]}, waits=True)
     shutil.copytree(world / "data", world / "of 0")
     shutil.copytree(world / "data", world / "of 1")
@@ -332,9 +332,16 @@ def test_a_rank_whose_connections_stay_open_is_known_by_its_silence(jobs: dict[s
     job = jobs["stopped"]
     assert job.statuses == [1, -9, 1]
     assert max(job.seconds) < SECONDS
-    assert job.errors(0).count("rank 1 has given no sign of life for 8 s") == 1
+    assert job.errors(0).count("rank 1 has given no sign of life for 15 s") == 1
     assert [job.errors(rank).count(f"rank {rank} ends: rank 1 has failed") for rank in (0, 2)] == [1, 1]
     assert not any("Traceback" in job.errors(rank) for rank in (0, 2))
+    assert not list(job.folder.rglob("results_*.json"))
+
+
+def test_a_rank_that_is_interrupted_ends_all(jobs: dict[str, Job]) -> None:
+    job = jobs["interrupted"]
+    assert job.statuses == [1, 130, 1]
+    assert max(job.seconds) < SECONDS
     assert not list(job.folder.rglob("results_*.json"))
 
 

@@ -142,3 +142,15 @@ def test_a_line_has_hash_scores_target_and_text(tmp_path: Path) -> None:
     )
     strict = thin_samples([sample(0, 1.0, filter="strict")], ["acc"], filter_name="strict")
     assert json.loads(strict)["filter"] == "strict"
+
+
+def test_metrics_that_are_called_like_other_fields_are_left_out() -> None:
+    made = [
+        {"doc_id": 0, "doc": {"text": "a text"}, "doc_hash": "ab" * 32, "target": 1.0, "filter": "none", "acc": 1.0}
+    ]
+    names = ["acc", "doc_id", "target"]
+    read = join_samples(made, names, filter_name="none", file="")
+    assert read is not None
+    assert list(read.metrics) == ["acc"]
+    thin = [json.loads(line) for line in thin_samples(made, names, filter_name="none").splitlines()]
+    assert join_samples(thin, names, filter_name="none", file="") == read

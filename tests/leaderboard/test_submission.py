@@ -141,6 +141,11 @@ def test_samples_in_the_folder_are_as_they_are_kept(tmp_path: Path) -> None:
         shutil.copyfile(kept, kept.with_name(name))
         with pytest.raises(ValueError, match=rf"{name}: expected samples_TASK_DATE\.jsonl beside .* Delete it"):
             check_kept([validate(added.path)], [kept, kept.with_name(name)])
+        kept.with_name(name).unlink()
+        kept.with_name(name).symlink_to(kept)
+        with pytest.raises(ValueError, match=rf"{name}: is a link"):
+            check_kept([validate(added.path)], [kept, kept.with_name(name)])
+        kept.with_name(name).unlink()
     # As lm_eval writes them, with prompts and answers; and the right ones in another order.
     whole = (tmp_path / "in" / "samples_reviews_1.jsonl").read_bytes()
     for content in (whole, b"".join(kept.read_bytes().splitlines(keepends=True)[::-1])):
