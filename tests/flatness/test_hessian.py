@@ -105,7 +105,7 @@ def test_coverage_of_the_interval_over_blocks() -> None:
     model = small("gpt2")
     parameters = select_parameters(model)
     with prepared(model, parameters):
-        probes = hessian_probes(loss_of(model), parameters, block, seed=3, probes=range(1600), step=1e-2)
+        probes = hessian_probes(loss_of(model), parameters, block, seed=3, probes=range(800), step=1e-2)
     values = np.array([probe.hessian for probe in probes])
     drawn = np.random.default_rng(0).choice(values, (200, 100), replace=True)
     half = 1.984 * drawn.std(axis=1, ddof=1) / np.sqrt(100)  # Student's t with 99 degrees of freedom

@@ -69,18 +69,20 @@ def same(found: FlatnessRun, expected: FlatnessRun) -> None:
     assert {**found.report, "seconds": 0} == {**expected.report, "seconds": 0}
 
 
-@pytest.mark.parametrize("more", [{}, {"rel_stderr": 0.9, "max_blocks": 32}])
-def test_a_run_that_was_broken_off_goes_on_where_it_was(more: dict[str, Any]) -> None:
-    blocks = some_blocks(20)
+@pytest.mark.parametrize(
+    ("num_blocks", "more"), [(5, {}), (MIN_BLOCKS + 2, {"rel_stderr": 0.9, "quantities": (*TRACES, "lambda_max")})]
+)
+def test_a_run_that_was_broken_off_goes_on_where_it_was(num_blocks: int, more: dict[str, Any]) -> None:
+    blocks = some_blocks(num_blocks)
     undisturbed = Notes()
-    expected = run(blocks, kept=undisturbed, **ALL, **more)
-    same(run(blocks, **ALL, **more), expected)
-    for left in (1, 2, undisturbed.num_made // 2, undisturbed.num_made):
+    expected = run(blocks, kept=undisturbed, **{**ALL, **more})
+    same(run(blocks, **{**ALL, **more}), expected)
+    for left in (1, undisturbed.num_made // 2, undisturbed.num_made):
         broken = Notes(left)
         with pytest.raises(KeyboardInterrupt):
-            run(blocks, kept=broken, **ALL, **more)
+            run(blocks, kept=broken, **{**ALL, **more})
         broken.left = math.inf
-        same(run(blocks, kept=broken, **ALL, **more), expected)
+        same(run(blocks, kept=broken, **{**ALL, **more}), expected)
         assert broken.num_made == undisturbed.num_made
         assert broken.num_found >= left
 

@@ -174,16 +174,17 @@ def jobs(world: Path) -> dict[str, Job]:
         spec.add(f"precision {size}", size, "flatness_wikitext", metadata=options)
     spec.add("sharded", 2, "natural_sst,quad_sst,probe_full_sst,loss_wikitext", sharded=True)
     spec.add("not sharded", 1, "natural_sst,quad_sst,probe_full_sst,loss_wikitext")
-    spec.add("sharded flatness", 2, "flatness_wikitext", sharded=True)
     before = {"model": "hf", "model_args": f"pretrained={world / 'gpt2'}", "device": "cpu", "tasks": ["natural_sst"]}
     spec.add(
         "after a caught error", 2, "natural_sst,quad_sst", fails={"where": "requests", "ranks": [0, 1]}, catches=before
     )
     for where, ranks in (("forward", [1]), ("fit", [0]), ("requests", [0, 1]), ("flatness", [1])):
         spec.add(f"fails in {where}", 2, fails={"where": where, "ranks": ranks}, waits=True)
+    spec.add("sharded flatness", 2, "flatness_wikitext", sharded=True, waits=True)
     spec.add("fails in options", 2, metadata={"prompt": "sst/nothing"}, waits=True)
     for where in ("killed", "stopped", "interrupted"):
-        spec.add(where, 3, "natural_sst", fails={"where": where, "ranks": [1]}, waits=True)
+        size = 3 if where == "stopped" else 2
+        spec.add(where, size, "natural_sst", fails={"where": where, "ranks": [1]}, waits=True)
     shutil.copytree(world / "data", world / "of 0")
     shutil.copytree(world / "data", world / "of 1")
     write_split(world / "of 1" / "Salesforce" / "wikitext", "test", [{"text": "the film is bad"}] * 30)
@@ -323,7 +324,7 @@ def test_a_rank_that_fails_ends_all_and_its_error_is_shown_once(jobs: dict[str, 
 
 def test_a_rank_that_is_killed_ends_all_without_a_launcher_that_does(jobs: dict[str, Job]) -> None:
     job = jobs["killed"]
-    assert job.statuses == [1, -9, 1]
+    assert job.statuses == [1, -9]
     assert max(job.seconds) < SECONDS
     assert not list(job.folder.rglob("results_*.json"))
 
@@ -340,7 +341,7 @@ def test_a_rank_whose_connections_stay_open_is_known_by_its_silence(jobs: dict[s
 
 def test_a_rank_that_is_interrupted_ends_all(jobs: dict[str, Job]) -> None:
     job = jobs["interrupted"]
-    assert job.statuses == [1, 130, 1]
+    assert job.statuses == [1, 130]
     assert max(job.seconds) < SECONDS
     assert not list(job.folder.rglob("results_*.json"))
 
