@@ -14,7 +14,19 @@ PACKAGE = Path(__file__).resolve().parents[1] / "harness_ext"
 
 # A module may import modules of a lower layer and of its own entry here, and nothing else of the package.
 LAYERS = (
-    {"contracts", "correlation", "halves", "loss_groups", "parameter_names", "ranks", "ratio", "resources", "sandbox"},
+    {
+        "contracts",
+        "correlation",
+        "halves",
+        "loss_groups",
+        "parameter_names",
+        "paths",
+        "ranks",
+        "ratio",
+        "resources",
+        "sandbox",
+        "wording",
+    },
     {
         "evaluators",
         "flatness",
@@ -39,8 +51,13 @@ LAYERS = (
 # These meet the rest only through model folders and JSON files, and only the command line starts them.
 APART = {"lab", "leaderboard"}
 FORBIDDEN_TO_APART = {"lm_eval"}
-# Statistics of numbers and names of parameters, which they may share.
-OPEN_TO_APART = {"harness_ext.correlation", "harness_ext.loss_groups", "harness_ext.parameter_names"}
+# Statistics of numbers, names of parameters and words for the user, which they may share.
+OPEN_TO_APART = {
+    "harness_ext.correlation",
+    "harness_ext.loss_groups",
+    "harness_ext.parameter_names",
+    "harness_ext.wording",
+}
 HEAVY = {"torch", "transformers", "lm_eval", "datasets", "sklearn", "scipy"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness_ext.cli import errors
-from harness_ext.cli.text import count
+from harness_ext.wording import count
 
 if TYPE_CHECKING:
     from harness_ext.engine.store import CacheEntry

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness_ext.cli.paths import require_file, require_place
-from harness_ext.cli.text import count
+from harness_ext.paths import require_file, require_place
+from harness_ext.wording import count
 
 if TYPE_CHECKING:
     from harness_ext.leaderboard.contracts import Board

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from harness_ext.cli.paths import require_place
+from harness_ext.paths import require_place
 
 __all__ = ["add_parser", "list_tasks", "new"]
 

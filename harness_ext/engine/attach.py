@@ -42,6 +42,7 @@ from lm_eval.utils import make_table
 
 from harness_ext import __version__
 from harness_ext.contracts import PromptRequest, PromptStates, WindowAnswer, WindowRequest
+from harness_ext.paths import require_place
 from harness_ext.ranks import ALONE, Lockstep, Ranks, are_several, end_together, share_out, show_first_error_only
 
 __all__ = ["FLATNESS_REQUEST_TYPE", "LOSS_REQUEST_TYPE", "REQUEST_TYPE", "attach", "gives_states"]
@@ -57,6 +58,9 @@ SUMMARIES = "_harness_ext_summaries"
 
 CACHE = "_harness_ext_cache"
 """Attribute of a model: lm_eval's wrapper that remembers its responses (--use_cache), or the model itself."""
+
+FINGERPRINT = "_harness_ext_fingerprint"
+"""Attribute of a model: a list with its fingerprint, once it is known in the current run, for which all weights are read."""
 
 RANKS = "_harness_ext_ranks"
 """Attribute of a model: the processes that share the work of the current run, where they are several."""
@@ -218,7 +222,10 @@ def _open_store(lm: Any) -> tuple[Any, str | None]:
     root = cache_root()
     if root is None or hasattr(lm, LOCKSTEP):  # of a part of the weights there is none
         return None, None
-    fingerprint = model_fingerprint(lm.model, autocast_dtype=lm.mixed_precision_dtype)
+    known: list[str | None] = getattr(lm, FINGERPRINT, [])
+    if not known:
+        known.append(model_fingerprint(lm.model, autocast_dtype=lm.mixed_precision_dtype))
+    fingerprint = known[0]
     if fingerprint is None:
         return None, None
     name = lm.pretrained if isinstance(lm.pretrained, str) else type(lm.model).__name__
@@ -312,7 +319,8 @@ def _checked(evaluate: Any) -> Any:
         model = lm.lm if isinstance(lm, CachingLM) else lm
         ranks = _find_ranks(model)
         summaries: list[dict[str, Any]] = []
-        with end_together(ranks), _known_to(model, {SUMMARIES: summaries, CACHE: lm, RANKS: ranks}):
+        known = {SUMMARIES: summaries, CACHE: lm, RANKS: ranks, FINGERPRINT: []}
+        with end_together(ranks), _known_to(model, known):
             if ranks.is_first and any(hasattr(task, "evaluate_all") for task in tasks.values()):
                 _check_output_path()
             for name, task in tasks.items():
@@ -498,16 +506,9 @@ def _remembered(init: Any) -> Any:
 def _check_output_path() -> None:
     """Raise before hours of work where the results could not be saved for sure."""
     output = getattr(_newest_tracker(), "output_path", None)
-    if not output:
-        return
-    path = Path(output).absolute()
-    folders = path.parents if path.suffix == ".json" else (path, *path.parents)
-    # os.path answers where pathlib raises: of names that are too long, and below folders that are closed to us.
-    there = next(folder for folder in folders if os.path.exists(folder))
-    if os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK):
-        return
-    why = "may not be written to" if os.path.isdir(there) else "is no folder"
-    raise OSError(f"--output_path {output}: {there} {why}. Give another path; nothing was computed yet.")
+    if output:
+        path = Path(output)
+        require_place(path.parent if path.suffix == ".json" else path, "--output_path", is_folder=True)
 
 
 def _checked_results(save: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from harness_ext import loss_groups
 from harness_ext.lab.checkpoints import Checkpoint, find_checkpoints
 from harness_ext.lab.result_files import ResultFile, read_result_files
+from harness_ext.wording import count
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -185,20 +186,16 @@ class Matching:
         lines.append("")
         for number, group in enumerate(self.groups):
             lines.append(
-                f"{_letter(number)}: {_count(len(group.models), 'model')} of {_count(group.num_runs, 'run')}, gap "
+                f"{_letter(number)}: {count(len(group.models), 'model')} of {count(group.num_runs, 'run')}, gap "
                 f"{group.gap:.5f} ± {group.stderr:.5f} {self.unit}"
             )
-        lines.append(f"{_count(len(self.ungrouped), 'model')} in no group")
+        lines.append(f"{count(len(self.ungrouped), 'model')} in no group")
         for missed in self.missed:
             lines.append(
                 f"no group at the target {missed.target:g}: the nearest, {_letter(self.groups.index(missed.group))}, is at "
                 f"{missed.group.middle:.5f}; the nearest losses are {_losses_of(missed.nearest)}"
             )
         return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _losses_of(models: Sequence[Candidate]) -> str:
@@ -645,7 +642,7 @@ def _nothing_matches(
     most = sum(len(_differing(of_run, ordered[0].loss.value, step_factor)) for of_run in by_run.values())
     if most < min_size:
         return (
-            f"{_count(len(ordered), 'model')} of {_count(runs, 'run')} make no group of {min_size}, whatever the tolerance: a "
+            f"{count(len(ordered), 'model')} of {count(runs, 'run')} make no group of {min_size}, whatever the tolerance: a "
             f"run gives one checkpoint, or several whose steps differ by a factor of {step_factor:g}. Train more runs, or "
             "lower --min-size, which is at least 2."
         )

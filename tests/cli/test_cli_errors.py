@@ -16,8 +16,8 @@ from tiny import tiny_tokenizer
 
 from harness_ext import cli, prompts, ranks
 from harness_ext.cli import errors
-from harness_ext.cli.paths import require_file, require_place
-from harness_ext.cli.text import count
+from harness_ext.paths import require_file, require_place
+from harness_ext.wording import count
 
 UNKNOWN = "harness-ext: error: unknown prompt 'sst/it_wsa'. Did you mean 'sst/it_was'"
 

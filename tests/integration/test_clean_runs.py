@@ -187,7 +187,7 @@ def test_a_run_whose_results_cannot_be_saved_fails(
     captured = capsys.readouterr()
     *_, last = captured.err.strip().splitlines()
     if when == "before the run":
-        assert f"--output_path {output}: {tmp_path / 'file'} is no folder. Give another path" in last
+        assert f"--output_path {output}: expected a folder, {tmp_path / 'file'} is a file." in last
         assert not computed
     else:
         assert f"--output_path {output}: the results could not be saved completely" in last

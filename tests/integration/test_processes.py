@@ -146,6 +146,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     tiny_model("gpt2").save_pretrained(folder / "gpt2")
     tiny_tokenizer().save_pretrained(folder / "gpt2")
+    tiny_model("llama").save_pretrained(folder / "llama")
+    tiny_tokenizer().save_pretrained(folder / "llama")
     rows = [{"text": f"{row['text']} {i}", "label": i % 2} for i, row in enumerate(reviews(180))]
     write_split(folder / "data" / "SetFit" / "sst2", "train", rows[:100])
     write_split(folder / "data" / "SetFit" / "sst2", "test", rows[100:])
@@ -182,6 +184,8 @@ def jobs(world: Path) -> dict[str, Job]:
         spec.add(f"fails in {where}", 2, fails={"where": where, "ranks": ranks}, waits=True)
     spec.add("sharded flatness", 2, "flatness_wikitext", sharded=True, waits=True)
     spec.add("fails in options", 2, metadata={"prompt": "sst/nothing"}, waits=True)
+    spec.add("tensor parallel", 2, "natural_sst", waits=True)
+    spec.jobs[-1]["arguments"] += ["--model_args", f"pretrained={world / 'llama'},tp_plan=auto"]
     for where in ("killed", "stopped", "interrupted"):
         size = 3 if where == "stopped" else 2
         spec.add(where, size, "natural_sst", fails={"where": where, "ranks": [1]}, waits=True)
@@ -302,6 +306,13 @@ def test_flatness_of_weights_that_are_spread_over_ranks_is_refused(jobs: dict[st
     job = jobs["sharded flatness"]
     assert job.statuses == [1, 1]
     assert "weights are spread over processes" in job.errors(0) + job.errors(1)
+
+
+def test_a_tensor_parallel_model_is_refused(jobs: dict[str, Job]) -> None:
+    job = jobs["tensor parallel"]
+    assert job.statuses == [1, 1]
+    shown = job.errors(0) + job.errors(1)
+    assert shown.count("natural_sst: the model's matrices are split over processes (tp_plan)") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- failures

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_ext.cli.lab.report import write_json
-from harness_ext.cli.paths import require_place
+from harness_ext.paths import require_place
 
 __all__ = ["add_actions", "match"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from harness_ext.cli.evaluation import Evaluation, evaluate_all, link_data
 from harness_ext.cli.lab.report import GROUPS_FILE, RESULTS, print_results, write_json, write_report
 from harness_ext.cli.lab.widened import measure_widened
-from harness_ext.cli.text import count
+from harness_ext.wording import count
 
 if TYPE_CHECKING:
     from harness_ext.lab.match import Matching

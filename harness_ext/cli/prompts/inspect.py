@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness_ext.cli.text import count
+from harness_ext.wording import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -55,8 +55,8 @@ def new(args: argparse.Namespace) -> int:
             refused; nothing is written then.
         FileExistsError: If the file exists.
     """
-    from harness_ext.cli.paths import require_place
     from harness_ext.cli.prompts.dataset import data_folders, read_facts, require_config
+    from harness_ext.paths import require_place
     from harness_ext.prompts import PROMPTS_VARIABLE, check_prompt, compose_source, is_prompt_id, parse_prompt
 
     if not is_prompt_id(args.id):

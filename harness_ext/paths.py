@@ -1,4 +1,4 @@
-"""Paths of the command line, looked at before the work is done and not after it."""
+"""Paths that the user names, looked at before the work is done and not after it."""
 
 from __future__ import annotations
 

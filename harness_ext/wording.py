@@ -1,4 +1,4 @@
-"""Words for the user that several subcommands print."""
+"""Words for the user that several parts of the package print."""
 
 from __future__ import annotations
 
